@@ -1,0 +1,87 @@
+# Everything runs in .venv, which is made on demand: a fresh clone needs python3.11 or later, g++ and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$name; break; fi; done)
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+# What the native module is made of; pip runs ninja, which compiles only what has changed.
+NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build_config.py $(shell find csrc -type f)
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+PYTHON_DIRS := setup.py torch_ext jax_bridge tests examples benchmarks
+
+CMAKE ?= cmake
+CTEST ?= ctest
+JOBS = $(shell $(RUN) torch_ext/build_config.py jobs)
+TEST_ARGS ?=
+NATIVE_TEST_ARGS ?=
+TRAIN_ARGS ?= train
+
+.PHONY: help build test lint format native-test native-test-asan native-test-tsan train clean
+
+help: ## Show the targets
+	@sed -n -E 's/^([a-z.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
+		printf '  make %-18s %s\n' "$$target" "$$text"; done
+	@echo
+	@echo '  TEST_ARGS="-k layers"  more arguments for pytest     NATIVE_TEST_ARGS="-R arena"  for ctest'
+	@echo '  TRAIN_ARGS="train --help"  for the example           PYTHON=python3.12  for .venv'
+
+$(VENV): $(VENV)/.ready ## Make .venv with the tested versions of torch and jax
+
+$(VENV)/.ready: constraints.txt
+	@[[ -n '$(PYTHON)' ]] || { echo 'no Python 3.11 or later found: name one with PYTHON=...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools ninja
+	$(PIP) torch==2.13.0
+	$(PIP) jax==0.10.2
+	@touch $@
+
+build: $(VENV)/.built ## Build the native module and install the package, editable
+
+$(VENV)/.built: $(VENV)/.ready $(NATIVE_INPUTS)
+	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+test: build ## Run the Python tests
+	$(RUN) -m pytest -q $(TEST_ARGS)
+
+lint: build ## Check style and types of Python, style of C++
+	$(RUN) -m ruff check $(wildcard $(PYTHON_DIRS))
+	$(RUN) -m ruff format --check $(wildcard $(PYTHON_DIRS))
+	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: build ## Format Python and C++
+	$(RUN) -m ruff check --fix-only $(wildcard $(PYTHON_DIRS))
+	$(RUN) -m ruff format $(wildcard $(PYTHON_DIRS))
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
+
+native-test: build/native-test/run ## Run the C++ tests
+native-test-asan: build/native-test-asan/run ## Run the C++ tests under the address and undefined-behaviour sanitizers
+native-test-tsan: build/native-test-tsan/run ## Run the C++ tests under the thread sanitizer
+
+build/native-test-asan/run: SANITIZE := address,undefined
+build/native-test-tsan/run: SANITIZE := thread
+
+.PHONY: build/native-test/run build/native-test-asan/run build/native-test-tsan/run
+build/native-test/run build/native-test-asan/run build/native-test-tsan/run: $(VENV)/.ready
+	$(RUN) torch_ext/build_config.py dlpack $(@D)/include
+	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR=$(abspath $(@D)/include) -DASYNC_EMB_SANITIZE='$(SANITIZE)'
+	$(CMAKE) --build $(@D) --parallel $(JOBS)
+	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
+
+train: $(VENV)/.train ## Train the two-tower example
+	$(RUN) -m examples.two_tower $(TRAIN_ARGS)
+
+$(VENV)/.train: $(VENV)/.built
+	$(PIP) --no-build-isolation -e '.[test,train]'
+	$(PIP) --no-deps recbole==1.2.1
+	@touch $@
+
+clean: ## Remove .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""The kernels of async-emb for PyTorch: building blocks of sharded embedding tables as torch operators.
+
+Importing this package loads the native module and registers ``torch.ops.async_emb``. It never imports jax.
+"""
+
+from __future__ import annotations
+
+from torch_ext._load import NativeModuleError, load, require_ffi_api
+
+__all__ = ["NativeModuleError", "build_info", "native", "require_ffi_api"]
+
+_native = load()
+
+
+def native() -> object:
+    """The native module, ``torch_ext._C``. Its contents are private to this project."""
+    return _native
+
+
+def build_info() -> dict[str, str]:
+    """What the native module was built with: ``torch``, ``jaxlib``, ``ffi_api`` ("major.minor") and ``compiler``."""
+    return dict(_native.build_info())

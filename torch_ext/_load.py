@@ -1,0 +1,99 @@
+"""Loads the native module, and says why when it cannot.
+
+A module built for another torch may crash the process instead of failing to load, so what it was built with is read from
+the file before it is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import mmap
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from torch_ext.build_config import INSTALL_COMMAND, REQUIREMENTS_COMMAND, installed_version
+
+# csrc/faces/torch_ops.cpp puts this text into the binary.
+_STAMP = re.compile(rb"async_emb built with torch=([^ \0]+) jaxlib=([^ \0]+)\0")
+
+
+class NativeModuleError(ImportError):
+    """The native module cannot be used. The message says why, the notes say which command to run."""
+
+
+def load(directory: Path | None = None, package: str = "torch_ext") -> ModuleType:
+    """Imports ``torch_ext._C``, and with it registers ``torch.ops.async_emb``.
+
+    ``directory`` and ``package`` say where to look; only tests give them.
+
+    Raises NativeModuleError if torch or the module is missing, if the module belongs to another torch or another Python, or
+    if the system refuses to load it.
+    """
+    name = f"{package}._C"
+    if name in sys.modules:
+        return sys.modules[name]
+    directory = Path(__file__).resolve().parent if directory is None else directory
+
+    try:
+        import torch  # Before the module: it brings the libraries that the module is linked to.
+    except ImportError as error:
+        raise _failure(f"torch_ext needs torch, which cannot be imported: {error}", requirements=True) from error
+
+    path = _find(directory)
+    built_torch, _ = read_stamp(path)
+    if built_torch != torch.__version__:
+        raise _failure(f"{path} was built for torch {built_torch}, but torch {torch.__version__} is installed")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _failure(f"{path}, built for this torch {built_torch}, cannot be loaded: {error}") from error
+
+
+def read_stamp(path: Path) -> tuple[str, str]:
+    """The versions of torch and of jaxlib that the module at ``path`` was built with, without loading it."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        match = _STAMP.search(content)
+        if match is None:
+            raise _failure(f"{path} does not say what it was built with: it is incomplete, or not ours")
+        return match[1].decode(), match[2].decode()
+
+
+def require_ffi_api(built: str, runtime: tuple[int, int]) -> None:
+    """Refuses handlers that the running jaxlib is too old for.
+
+    Args:
+      built: ``build_info()["ffi_api"]``, "major.minor" of XLA's FFI that the handlers were compiled against.
+      runtime: (major, minor) of the jaxlib that would call them.
+
+    Raises NativeModuleError if the major versions differ, or if the handlers are newer: registering such a handler ends the
+    process when the backend starts. An older minor version is fine.
+    """
+    major, minor = (int(part) for part in built.split("."))
+    if major != runtime[0] or minor > runtime[1]:
+        raise _failure(
+            f"the FFI handlers were built against XLA FFI API {built}, but jaxlib {installed_version('jaxlib')} has "
+            f"{runtime[0]}.{runtime[1]}: it must be the same major version, and at least the minor version"
+        )
+
+
+def _find(directory: Path) -> Path:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = directory / f"_C{suffix}"
+        if path.is_file():
+            return path
+    others = sorted(path.name for path in directory.glob("_C.*") if path.suffix in (".so", ".pyd"))
+    wanted = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if others:
+        raise _failure(f"the native module in {directory} is for another Python: {', '.join(others)} instead of {wanted}")
+    raise _failure(f"the native module has not been built: there is no {wanted} in {directory}")
+
+
+def _failure(message: str, *, requirements: bool = False) -> NativeModuleError:
+    error = NativeModuleError(message, name="torch_ext._C")
+    if requirements:
+        error.add_note(f"Install what it is built against: {REQUIREMENTS_COMMAND}")
+    error.add_note(f"Build it, in a checkout of the sources: {INSTALL_COMMAND}")
+    return error

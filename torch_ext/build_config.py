@@ -1,0 +1,199 @@
+"""What the native module is built from and how: the one list that every build of it reads.
+
+Importing this file imports neither torch nor jax, so that metadata steps (sdist, egg_info) work without them. ``setup.py``
+loads it by path, because importing the package would try to load the module that is about to be built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+MODULE_NAME = "torch_ext._C"
+INSTALL_COMMAND = "python -m pip install --no-build-isolation -e ."
+REQUIREMENTS_COMMAND = 'python -m pip install "setuptools>=77.0.3" ninja "torch>=2.11,<2.15" "jax>=0.10,<0.13"'
+
+# Patterns below csrc/. Every .cpp file in these folders is part of the module: adding one needs no edit here.
+CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "context/*.cpp", "faces/*.cpp")
+# CUDA sources join here; setup.py compiles them where torch and the machine have CUDA.
+CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp")
+
+# No -march: one binary runs anywhere, csrc/cpu picks the instruction set when it starts. Contraction to FMA would change
+# bits between machines, see "Numerics" in the documentation.
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-g1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+)
+# Joins at::parallel_for to torch's own thread pool, which is OpenMP's in the builds of torch for Linux.
+OPENMP_FLAGS = ("-fopenmp",) if sys.platform.startswith("linux") else ()
+
+# No torch_python: nothing here touches torch's Python objects.
+TORCH_LIBRARIES = ("c10", "torch", "torch_cpu")
+
+# A file that includes ATen needs about this much memory to compile.
+_BYTES_PER_JOB = 2 * 1024**3
+
+
+class BuildError(RuntimeError):
+    """The native module cannot be built here; the message ends with the command that makes it possible."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The two packages that the module is built against."""
+
+    torch_version: str
+    torch_include_dirs: tuple[str, ...]
+    torch_library_dirs: tuple[str, ...]
+    jaxlib_version: str
+    ffi_include_dir: str
+
+
+def csrc_root() -> Path:
+    """The include root of the C++ sources."""
+    return Path(__file__).resolve().parent.parent / "csrc"
+
+
+def sources(*, with_cuda: bool = False) -> list[Path]:
+    """The sources of the module, sorted, so that two builds link in the same order."""
+    return list(_matches(CPP_PATTERNS + (CUDA_PATTERNS if with_cuda else ())))
+
+
+def headers() -> list[Path]:
+    """Every header below csrc/."""
+    return sorted(csrc_root().rglob("*.h"))
+
+
+def toolchain() -> Toolchain:
+    """Finds torch and jaxlib. Raises BuildError, naming the command to run, if one of them is missing."""
+    try:
+        cpp_extension = importlib.import_module("torch.utils.cpp_extension")
+        jax_ffi = importlib.import_module("jax.ffi")
+    except ImportError as error:
+        raise BuildError(
+            f"{MODULE_NAME} is built against the torch and jax that will load it, and {error.name or error} cannot be "
+            f"imported by {sys.executable}: {error}\n"
+            "An isolated build environment has neither. Run these two commands instead:\n"
+            f"    {REQUIREMENTS_COMMAND}\n"
+            f"    {INSTALL_COMMAND}"
+        ) from error
+    return Toolchain(
+        torch_version=version("torch"),
+        torch_include_dirs=tuple(cpp_extension.include_paths()),
+        torch_library_dirs=tuple(cpp_extension.library_paths()),
+        jaxlib_version=version("jaxlib"),
+        ffi_include_dir=jax_ffi.include_dir(),
+    )
+
+
+def compile_flags(tools: Toolchain, generated_include_dir: Path) -> list[str]:
+    """Flags for one C++ file. Headers of others are system headers, so that every warning is about our own code."""
+    system_dirs = (
+        str(generated_include_dir),
+        *tools.torch_include_dirs,
+        tools.ffi_include_dir,
+        sysconfig.get_path("include"),
+    )
+    return [*CXX_FLAGS, *OPENMP_FLAGS, *(f"-isystem{directory}" for directory in dict.fromkeys(system_dirs))]
+
+
+def version_macros(tools: Toolchain) -> list[tuple[str, str]]:
+    """Macros that stamp the module with what it was built against; the loader compares them."""
+    return [
+        ("ASYNC_EMB_TORCH_VERSION", f'"{tools.torch_version}"'),
+        ("ASYNC_EMB_JAXLIB_VERSION", f'"{tools.jaxlib_version}"'),
+    ]
+
+
+def write_dlpack_header(tools: Toolchain, generated_include_dir: Path) -> Path:
+    """Puts torch's copy of DLPack's header at ``dlpack/dlpack.h``, the name under which csrc includes it."""
+    for include_dir in tools.torch_include_dirs:
+        header = Path(include_dir) / "ATen" / "dlpack.h"
+        if header.is_file():
+            break
+    else:
+        raise BuildError(f"torch {tools.torch_version} has no ATen/dlpack.h in {', '.join(tools.torch_include_dirs)}")
+    target = generated_include_dir / "dlpack" / "dlpack.h"
+    if not target.is_file() or target.read_bytes() != header.read_bytes():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(header, target)
+    return target
+
+
+def build_environment() -> dict[str, str]:
+    """Changes to the environment of a build: where ninja is, and how many compilers run at once."""
+    changes = {"PATH": _path_with_ninja(os.environ.get("PATH", ""))}
+    if not os.environ.get("MAX_JOBS", "").isdigit():
+        changes["MAX_JOBS"] = str(parallel_jobs())
+    return changes
+
+
+def parallel_jobs() -> int:
+    """Compilers to run at once: as many as there are cores, fewer where memory would not hold them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _available_memory_bytes() // _BYTES_PER_JOB))
+
+
+def _matches(patterns: tuple[str, ...]) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from sorted(csrc_root().glob(pattern))
+
+
+def _path_with_ninja(path: str) -> str:
+    # An interpreter called by its full name, without an activated environment, leaves its own folder off PATH; ninja's wheel
+    # puts the program there. An empty PATH would leave the compiler out too.
+    directories = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), *(path or os.defpath).split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(filter(None, directories)))
+
+
+def _available_memory_bytes() -> int:
+    available = sys.maxsize
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:  # A container's own limit, which /proc/meminfo does not know.
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _main(arguments: list[str]) -> int:
+    if arguments == ["jobs"]:
+        print(parallel_jobs())
+    elif len(arguments) == 2 and arguments[0] == "dlpack":
+        write_dlpack_header(toolchain(), Path(arguments[1]))
+    else:
+        print("usage: build_config.py jobs | build_config.py dlpack INCLUDE_DIR", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
