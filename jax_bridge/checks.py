@@ -1,0 +1,292 @@
+"""The checks behind `make_context_handle`, in their fixed order.
+
+First each argument alone (types, signs, lists of what is supported), then the five checks of the contract (arguments
+against the mesh and each other), then limits. A check runs whenever what it needs is known, so that one call reports
+everything; the first problem in this order is the one raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+import ml_dtypes
+import numpy as np
+
+from .axes import (
+    AxisReading,
+    communicator_problems,
+    mesh_problems,
+    mesh_shape,
+    read_axes,
+)
+from .errors import Problem, show
+from .mesh import pad_width
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+ID_POLICIES = ("error", "drop", "clamp")
+# Token positions and slots of unique ids are int32 in the kernels.
+MAX_TOKENS = 2**31 - 1
+# The dyadic sums of the kernels are built for at most 2^20 columns.
+MAX_WIDTH = 2**20
+
+_LIMITS = {"tokens_per_batch": MAX_TOKENS, "emb_width": MAX_WIDTH, "num_unique": MAX_TOKENS}
+_MEANINGS = {
+    "tokens_per_batch": "the global number of tokens in a batch, over all ranks",
+    "emb_width": "the global width of a row in columns, over all ranks",
+    "num_unique": "the global number of unique ids that a batch may hold, over all ranks",
+    "num_devices_per_node": "how many devices of the mesh one node (machine) holds",
+    "logical_width": "the global number of columns that are not padding",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What `make_context_handle` was called with, unchecked."""
+
+    mesh: Any
+    table_axis: Any
+    data_axis: Any
+    tokens_per_batch: Any
+    emb_width: Any
+    num_unique: Any
+    num_devices_per_node: Any
+    name: Any
+    purpose: Any
+    dtype: Any
+    logical_width: Any
+    id_policy: Any
+    padding_id: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The arguments in one form. Entries whose own check failed are None or missing."""
+
+    problems: tuple[Problem, ...]
+    table: AxisReading | None
+    data: AxisReading | None
+    group_size: int | None
+    integers: dict[str, int]
+    dtype: np.dtype[Any] | None
+    padding_id: int | None
+
+
+def check(arguments: Arguments) -> Checked:
+    """Runs every check that can run."""
+    of_mesh = mesh_problems(arguments.mesh)
+    shape = mesh_shape(arguments.mesh)
+    num_devices = None if of_mesh else arguments.mesh.devices.size
+    alone: list[Problem] = [*of_mesh]
+    table = data = group_size = None
+    if shape is not None:
+        table = read_axes(arguments.mesh, "table_axis", arguments.table_axis)
+        data = read_axes(arguments.mesh, "data_axis", arguments.data_axis)
+        alone += [*table.problems, *data.problems]
+        if table.usable:
+            # None for an axis of size 0: nothing shards over no ranks.
+            group_size = math.prod(shape[name] for name in table.names) or None
+
+    integers: dict[str, int] = {}
+    for argument in _MEANINGS:
+        value = getattr(arguments, argument)
+        if argument == "logical_width" and value is None:
+            continue
+        if problem := _not_a_positive_integer(argument, value, group_size, num_devices):
+            alone.append(problem)
+        else:
+            integers[argument] = int(value)
+    integers.setdefault("logical_width", integers.get("emb_width", 0))
+    dtype = read_dtype(arguments.dtype)
+    padding_id = int(arguments.padding_id) if is_integer(arguments.padding_id) else None
+    alone += _option_problems(arguments, dtype)
+
+    contract: list[Problem] = []
+    if shape is not None and table is not None and data is not None:
+        contract += _once([*table.unknown, *data.unknown])
+        if table.usable and data.usable and math.prod(shape.values()) > 0:
+            contract += communicator_problems(shape, table.names, data.names)
+        if group_size is not None:
+            ranks = f"table_axis {table.names} of sizes {tuple(shape[name] for name in table.names)}"
+            contract += _uneven("tokens_per_batch", integers, group_size, ranks)
+            contract += _uneven("emb_width", integers, group_size, ranks)
+
+    problems = (*alone, *contract, *_limit_problems(integers, num_devices))
+    return Checked(problems, table, data, group_size, integers, dtype, padding_id)
+
+
+def _not_a_positive_integer(
+    argument: str, value: object, group_size: int | None, num_devices: int | None
+) -> Problem | None:
+    meaning = f"{argument} is {_MEANINGS[argument]}."
+    if is_integer(value):
+        if value > 0:
+            return None
+        return Problem(f"async_emb {argument}={show(int(value))} must be positive", (meaning,))
+    message = f"async_emb {argument}={show(value)} must be an integer, not {type(value).__name__}"
+    number = as_number(value)
+    if number is None or number <= 0:
+        return Problem(message, (meaning,), wrong_type=True)
+    nearest: tuple[int, int] | None = None
+    if argument in ("tokens_per_batch", "emb_width") and group_size is not None:
+        nearest = nearest_multiples(number, group_size, _LIMITS[argument])
+    elif argument == "num_devices_per_node" and num_devices is not None:
+        nearest = nearest_divisors(number, num_devices)
+    elif argument in ("num_unique", "logical_width"):
+        nearest = nearest_multiples(number, 1, MAX_TOKENS)
+    advice = f" Write {' or '.join(map(str, sorted(set(nearest))))}." if nearest else ""
+    return Problem(message, (meaning + advice,), wrong_type=True)
+
+
+def _option_problems(arguments: Arguments, dtype: np.dtype[Any] | None) -> Iterator[Problem]:
+    if dtype is None:
+        advice = "The kernels keep tables as one of these."
+        message = f"async_emb dtype={_dtype_name(arguments.dtype)} is not supported; use one of {', '.join(DTYPES)}"
+        yield Problem(message, (advice,))
+    if not isinstance(arguments.id_policy, str) or arguments.id_policy not in ID_POLICIES:
+        policies = ", ".join(map(repr, ID_POLICIES))
+        message = f"async_emb id_policy={show(arguments.id_policy)} is not one of {policies}"
+        advice = "It says what an id outside the table does: raise after the step, read zeros, or use the nearest row."
+        yield Problem(message, (advice,), wrong_type=not isinstance(arguments.id_policy, str))
+    padding_id = arguments.padding_id
+    if padding_id is not None and not is_integer(padding_id):
+        message = f"async_emb padding_id={show(padding_id)} must be an integer or None, not {type(padding_id).__name__}"
+        yield Problem(message, ("padding_id is the token id that reads zeros and is never trained.",), wrong_type=True)
+    elif padding_id is not None and not -(2**63) <= padding_id < 2**63:
+        message = f"async_emb padding_id={show(int(padding_id))} is not a 64-bit integer"
+        yield Problem(message, ("Token ids are int32 or int64, so no token could ever be padding.",))
+    for argument in ("name", "purpose"):
+        text = getattr(arguments, argument)
+        if not isinstance(text, str):
+            message = f"async_emb {argument}={show(text)} must be a string, not {type(text).__name__}"
+            yield Problem(message, (f"{argument} appears in messages and logs.",), wrong_type=True)
+        elif not text or not text.isprintable():
+            message = f"async_emb {argument}={show(text)} must be one line of printable characters, and not empty"
+            yield Problem(message, (f"{argument} appears in messages and logs.",))
+
+
+def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str) -> Iterator[Problem]:
+    value = integers.get(argument)
+    if value is None or value % group_size == 0:
+        return
+    shown = show(value)
+    reason = (
+        f"{argument} is {_MEANINGS[argument]}; {ranks} has {group_size} ranks: "
+        f"{shown} = {show(value // group_size)} * {group_size} + {value % group_size}, remainder {value % group_size}."
+    )
+    message = f"async_emb {argument}={shown} does not shard evenly over the {group_size}-rank communicator"
+    below, above = nearest_multiples(value, group_size, _LIMITS[argument])
+    if argument == "tokens_per_batch":
+        valid = f"{below} or {above}" if below != above else f"{below}"
+        yield Problem(message, (reason, f"Over these ranks the nearest valid tokens_per_batch is {valid}."))
+        return
+    if above >= value:
+        advice = (
+            f"Over these ranks the next multiple is emb_width={above} (pad_width({value}, {group_size})). "
+            f"Add logical_width={value} to keep the padding out of the row means, and slice the rows to their first "
+            f"{value} columns after the lookup."
+        )
+    else:
+        advice = f"Over these ranks the widest row is emb_width={below}."
+    yield Problem(message, (reason, advice))
+
+
+def _limit_problems(integers: dict[str, int], num_devices: int | None) -> Iterator[Problem]:
+    for argument, limit in _LIMITS.items():
+        if integers.get(argument, 0) > limit:
+            unit = "the width limit of the kernels" if argument == "emb_width" else "the limit"
+            message = f"async_emb {argument}={show(integers[argument])} is above {unit}, {limit}"
+            yield Problem(message, (f"{argument} is {_MEANINGS[argument]}.",))
+    width, logical_width = integers.get("emb_width"), integers.get("logical_width")
+    if width is not None and logical_width is not None and logical_width > width:
+        message = f"async_emb logical_width={show(logical_width)} is above emb_width={show(width)}"
+        yield Problem(message, (f"logical_width is {_MEANINGS['logical_width']}; emb_width counts them all.",))
+    # What the processes of the mesh really are belongs here too, once a context spans several.
+    per_node = integers.get("num_devices_per_node")
+    if per_node is not None and num_devices is not None and num_devices % per_node:
+        message = (
+            f"async_emb num_devices_per_node={show(per_node)} does not divide the {num_devices} devices of the mesh"
+        )
+        reason = (
+            f"num_devices_per_node is {_MEANINGS['num_devices_per_node']}: "
+            f"{num_devices} = {num_devices // per_node} * {show(per_node)} + {num_devices % per_node}, "
+            f"remainder {num_devices % per_node}."
+        )
+        valid = " or ".join(map(str, sorted(set(nearest_divisors(per_node, num_devices)))))
+        yield Problem(message, (reason, f"The nearest valid num_devices_per_node is {valid}."))
+
+
+def nearest_multiples(value: int | float, step: int, limit: int) -> tuple[int, int]:
+    """The multiples of `step` in [step, limit] around `value`, below and above; the same if there is but one."""
+    largest = limit // step * step
+    below = min(max(math.floor(value) // step * step, step), largest)
+    above = min(max(pad_width(max(math.ceil(value), 1), step), step), largest)
+    return below, above
+
+
+def nearest_divisors(value: int | float, total: int) -> tuple[int, int]:
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    below = max((number for number in divisors if number <= value), default=divisors[0])
+    above = min((number for number in divisors if number >= value), default=divisors[-1])
+    return below, above
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Python's and NumPy's integers, but not bools."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def as_number(value: object) -> int | float | None:
+    """A finite number that was given, be it an integer or not; None for anything else, bools included."""
+    if is_integer(value):
+        return int(value)
+    if not isinstance(value, (float, np.floating)):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_dtype(value: object) -> np.dtype[Any] | None:
+    if value is None:  # NumPy would read it as float64.
+        return None
+    try:
+        dtype = np.dtype(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        return None
+    return next((supported for supported in DTYPES.values() if supported == dtype), None)
+
+
+def _dtype_name(value: object) -> str:
+    if isinstance(value, str) or value is None:
+        return show(value)
+    try:
+        return str(np.dtype(value).name)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        return show(value)
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """One axis name misspelled in two arguments is one line with the advice of both."""
+    merged: dict[str, Problem] = {}
+    for problem in problems:
+        earlier = merged.get(problem.message)
+        advice = (*earlier.advice, *problem.advice) if earlier else problem.advice
+        merged[problem.message] = dataclasses.replace(problem, advice=tuple(dict.fromkeys(advice)))
+    return list(merged.values())
+
+
+def size_warning(integers: dict[str, int]) -> str | None:
+    """What is allowed but odd about the sizes."""
+    tokens, num_unique = integers["tokens_per_batch"], integers["num_unique"]
+    if num_unique <= tokens + 1:
+        return None
+    return (
+        f"async_emb num_unique={num_unique} is above tokens_per_batch + 1 = {tokens + 1}: a batch cannot hold "
+        f"that many unique ids, so every step moves padding. num_unique={tokens} is enough."
+    )

@@ -1,0 +1,93 @@
+"""The search for arguments that would pass, so that an error can say what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from .axes import axis_choices, mesh_problems
+from .checks import (
+    ID_POLICIES,
+    MAX_TOKENS,
+    MAX_WIDTH,
+    Arguments,
+    Checked,
+    as_number,
+    check,
+    is_integer,
+    nearest_divisors,
+    nearest_multiples,
+    read_dtype,
+)
+
+
+def find_corrections(arguments: Arguments, checked: Checked) -> list[dict[str, Any]]:
+    """Keyword arguments to change so that the call passes; each entry is complete and has been checked.
+
+    Where a number lies between two valid ones, an entry with the lower comes before one with the upper.
+    """
+    if mesh_problems(arguments.mesh) or checked.table is None or checked.data is None:
+        return []
+    shape = arguments.mesh.shape
+    found: list[dict[str, Any]] = []
+    for table, data in axis_choices(shape, checked.table.guess, checked.data.guess):
+        axes: dict[str, Any] = {}
+        if not checked.table.usable or table != checked.table.names:
+            axes["table_axis"] = table
+        if not checked.data.usable or data != checked.data.names:
+            axes["data_axis"] = data
+        group_size = math.prod(shape[name] for name in table)
+        for upper in (False, True):
+            changes = axes | _better_values(arguments, group_size, upper)
+            if changes not in found and not check(dataclasses.replace(arguments, **changes)).problems:
+                found.append(changes)
+    return found
+
+
+def _better_values(arguments: Arguments, group_size: int, upper: bool) -> dict[str, Any]:
+    """What to change besides the axes, for a communicator of `group_size` ranks."""
+    changes: dict[str, Any] = {}
+    tokens = as_number(arguments.tokens_per_batch)
+    width = as_number(arguments.emb_width)
+    num_unique = as_number(arguments.num_unique)
+    per_node = as_number(arguments.num_devices_per_node)
+    logical_width = as_number(arguments.logical_width)
+
+    if tokens is not None:
+        changes["tokens_per_batch"] = tokens = nearest_multiples(tokens, group_size, MAX_TOKENS)[upper]
+    if num_unique is not None:
+        # No useful number is near a non-positive one; that every token has an id of its own always fits.
+        wanted = tokens if num_unique < 1 and tokens is not None else num_unique
+        changes["num_unique"] = nearest_multiples(wanted, 1, MAX_TOKENS)[upper]
+    if per_node is not None:
+        changes["num_devices_per_node"] = nearest_divisors(per_node, arguments.mesh.devices.size)[upper]
+    if width is not None:
+        padded = nearest_multiples(max(width, logical_width or 1), group_size, MAX_WIDTH)[True]
+        changes["emb_width"] = padded
+        if logical_width is None or not 1 <= logical_width <= padded or logical_width != int(logical_width):
+            logical_width = width if 1 <= width <= padded and width == int(width) else None
+        changes["logical_width"] = None if logical_width in (None, padded) else int(logical_width)
+    if read_dtype(arguments.dtype) is None:
+        changes["dtype"] = "float32"
+    policy = arguments.id_policy if isinstance(arguments.id_policy, str) else ""
+    if policy not in ID_POLICIES:
+        text = policy.casefold()
+        changes["id_policy"] = (difflib.get_close_matches(text, ID_POLICIES, n=1) or ID_POLICIES)[0]
+    padding_id = arguments.padding_id
+    if padding_id is not None and not (is_integer(padding_id) and -(2**63) <= padding_id < 2**63):
+        number = as_number(padding_id)
+        in_range = number is not None and number == int(number) and -(2**63) <= number < 2**63
+        changes["padding_id"] = int(number) if number is not None and in_range else None
+    for argument, default in (("name", "table"), ("purpose", "train")):
+        text = getattr(arguments, argument)
+        if not isinstance(text, str) or not text or not text.isprintable():
+            changes[argument] = default
+    return {argument: value for argument, value in changes.items() if not _same(getattr(arguments, argument), value)}
+
+
+def _same(given: object, better: object) -> bool:
+    if is_integer(given) or given is None:
+        return bool(given == better)
+    return False
