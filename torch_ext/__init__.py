@@ -5,14 +5,36 @@ Importing this package loads the native module and registers ``torch.ops.async_e
 
 from __future__ import annotations
 
-from torch_ext._load import NativeModuleError, load, require_ffi_api
+from types import ModuleType
 
-__all__ = ["NativeModuleError", "build_info", "native", "require_ffi_api"]
+from torch_ext._load import NativeModuleError, load, require_ffi_api
 
 _native = load()
 
+from torch_ext.ops import (  # noqa: E402  (the operators exist only now)
+    gather_rows,
+    gradient_norm,
+    rowwise_adagrad_,
+    rowwise_adagrad_lazy_,
+    segment_sum,
+    unique_ids,
+)
 
-def native() -> object:
+__all__ = [
+    "NativeModuleError",
+    "build_info",
+    "gather_rows",
+    "gradient_norm",
+    "native",
+    "require_ffi_api",
+    "rowwise_adagrad_",
+    "rowwise_adagrad_lazy_",
+    "segment_sum",
+    "unique_ids",
+]
+
+
+def native() -> ModuleType:
     """The native module, ``torch_ext._C``. Its contents are private to this project."""
     return _native
 

@@ -87,7 +87,9 @@ def _find(directory: Path) -> Path:
     others = sorted(path.name for path in directory.glob("_C.*") if path.suffix in (".so", ".pyd"))
     wanted = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if others:
-        raise _failure(f"the native module in {directory} is for another Python: {', '.join(others)} instead of {wanted}")
+        raise _failure(
+            f"the native module in {directory} is for another Python: {', '.join(others)} instead of {wanted}"
+        )
     raise _failure(f"the native module has not been built: there is no {wanted} in {directory}")
 
 

@@ -155,7 +155,11 @@ def _matches(patterns: tuple[str, ...]) -> Iterator[Path]:
 def _path_with_ninja(path: str) -> str:
     # An interpreter called by its full name, without an activated environment, leaves its own folder off PATH; ninja's wheel
     # puts the program there. An empty PATH would leave the compiler out too.
-    directories = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), *(path or os.defpath).split(os.pathsep)]
+    directories = [
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        *(path or os.defpath).split(os.pathsep),
+    ]
     return os.pathsep.join(dict.fromkeys(filter(None, directories)))
 
 
