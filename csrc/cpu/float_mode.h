@@ -15,32 +15,34 @@
 namespace async_emb::cpu {
 inline namespace ASYNC_EMB_ISA {
 
-class ScopedFloatMode {
- public:
 #if defined(__x86_64__) || defined(__i386__)
-  ScopedFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80u); }  // all exceptions masked, none pending
-  ~ScopedFloatMode() { _mm_setcsr(saved_); }
+using FloatMode = unsigned int;
+inline constexpr FloatMode kKernelMode = 0x1f80u;  // all exceptions masked, none pending
+inline FloatMode float_mode() { return _mm_getcsr(); }
+inline void set_float_mode(FloatMode mode) { _mm_setcsr(mode); }
 #elif defined(__aarch64__)
-  ScopedFloatMode() {
-    std::uint64_t mode;
-    asm volatile("mrs %0, fpcr" : "=r"(mode));
-    saved_ = mode;
-    asm volatile("msr fpcr, %0" ::"r"(std::uint64_t{0}));
-  }
-  ~ScopedFloatMode() { asm volatile("msr fpcr, %0" ::"r"(static_cast<std::uint64_t>(saved_))); }
+using FloatMode = std::uint64_t;
+inline constexpr FloatMode kKernelMode = 0;
+inline FloatMode float_mode() {
+  FloatMode mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+inline void set_float_mode(FloatMode mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
 #else
 #error "async_emb: the floating-point mode of this architecture is not known; add it to csrc/cpu/float_mode.h"
 #endif
 
+// Sets a mode, the kernels' own unless told otherwise, for the length of a block.
+class ScopedFloatMode {
+ public:
+  explicit ScopedFloatMode(FloatMode mode = kKernelMode) : saved_(float_mode()) { set_float_mode(mode); }
+  ~ScopedFloatMode() { set_float_mode(saved_); }
   ScopedFloatMode(const ScopedFloatMode&) = delete;
   ScopedFloatMode& operator=(const ScopedFloatMode&) = delete;
 
  private:
-#if defined(__aarch64__)
-  std::uint64_t saved_;
-#else
-  unsigned int saved_;
-#endif
+  FloatMode saved_;
 };
 
 }  // namespace ASYNC_EMB_ISA

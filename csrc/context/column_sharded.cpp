@@ -1,0 +1,141 @@
+#include "context/column_sharded.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace async_emb::context {
+namespace {
+
+// Below this a second thread costs more than it saves.
+constexpr std::int64_t kBytesWorthAPart = 256 * 1024;
+constexpr int kMostShardsOnStack = 64;
+
+struct Range {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+Range cut(std::int64_t count, int part, int parts) { return {count * part / parts, count * (part + 1) / parts}; }
+
+// Cuts the segments so that every part has about the same number of occurrences.
+Range cut_segments(const BatchIds& batch, int part, int parts) {
+  const auto* offsets = batch.offsets.as<std::int32_t>();
+  const std::int64_t count = batch.unique_count;
+  const std::int64_t occurrences = offsets[count];
+  const auto edge = [&](int p) -> std::int64_t {
+    if (p == parts) return count;
+    return std::lower_bound(offsets, offsets + count, static_cast<std::int32_t>(occurrences * p / parts)) - offsets;
+  };
+  return {edge(part), edge(part + 1)};
+}
+
+}  // namespace
+
+ColumnSharded::ColumnSharded(const ContextSpec& spec)
+    : spec_(spec),
+      kernels_(cpu::kernels()),
+      element_(core::size_of(spec.dtype)),
+      layout_(spec.group_size, spec.emb_width, spec.logical_width),
+      levels_(layout_.levels()),
+      arena_(spec, layout_) {}
+
+void ColumnSharded::gather(const BatchIds& batch, std::span<const void* const> tables, int rank, int part, int parts,
+                           void* destination) const {
+  std::array<cpu::ColumnShard, kMostShardsOnStack> on_stack;
+  std::vector<cpu::ColumnShard> on_heap;
+  if (tables.size() > on_stack.size()) on_heap.resize(tables.size());
+  cpu::ColumnShard* shards = on_heap.empty() ? on_stack.data() : on_heap.data();
+  const std::int64_t shard_bytes = spec_.shard_width() * element_;
+  for (std::size_t peer = 0; peer < tables.size(); ++peer) shards[peer] = {tables[peer], shard_bytes, shard_bytes};
+
+  const auto [begin, end] = cut(spec_.tokens_per_rank, part, parts);
+  cpu::GatherRows job;
+  job.ids = batch.ids.as<std::int32_t>() + spec_.token_blocks[rank] * spec_.tokens_per_rank + begin;
+  job.count = end - begin;
+  job.shards = shards;
+  job.num_shards = static_cast<int>(tables.size());
+  job.out_row_stride_bytes = spec_.emb_width * element_;
+  job.out = static_cast<char*>(destination) + begin * job.out_row_stride_bytes;
+  kernels_.gather_rows(job);
+}
+
+void ColumnSharded::index(BatchIds& batch) const {
+  cpu::UniqueIds job;
+  job.ids = batch.ids.as<std::int32_t>();
+  job.count = spec_.tokens();
+  job.unique = batch.unique.as<std::int32_t>();
+  job.offsets = batch.offsets.as<std::int32_t>();
+  job.positions = batch.positions.as<std::int32_t>();
+  job.scratch = arena_.sort_scratch.as<std::uint64_t>();
+  batch.unique_count = kernels_.unique_ids(job);
+  batch.indexed = true;
+}
+
+void ColumnSharded::sum(const BatchIds& batch, int rank, int part, int parts) const {
+  const auto [begin, end] = cut_segments(batch, part, parts);
+  cpu::SegmentSum job;
+  job.grad_dtype = spec_.dtype;
+  job.grads = arena_.grads.as<void>();
+  job.grad_row_stride = spec_.emb_width;
+  job.column_begin = layout_.column_begin(rank);
+  job.width = layout_.width(rank);
+  job.offsets = batch.offsets.as<std::int32_t>();
+  job.positions = batch.positions.as<std::int32_t>();
+  job.begin = begin;
+  job.end = end;
+  job.sums = arena_.sums[rank].as<float>();
+  job.subtree_sums = arena_.subtree_sums.as<float>() + layout_.subtree_begin(rank);
+  job.subtree_stride = static_cast<std::int64_t>(levels_.size());
+  kernels_.segment_sum(job);
+}
+
+float ColumnSharded::finish_norm(const BatchIds& batch) const {
+  cpu::RowStatistic job;
+  job.subtree_sums = arena_.subtree_sums.as<float>();
+  job.count = static_cast<std::int64_t>(levels_.size());
+  job.levels = levels_.data();
+  job.begin = 0;
+  job.end = batch.unique_count;
+  job.statistics = arena_.statistics.as<float>();
+  kernels_.row_statistic(job);
+  return std::sqrt(kernels_.dyadic_sum(job.statistics, batch.unique_count));
+}
+
+std::int64_t ColumnSharded::apply(const BatchIds& batch, const UpdateRule& rule, float norm,
+                                  const UpdateRound::Rank& buffers, int rank, int part, int parts) const {
+  const auto [begin, end] = cut(batch.unique_count, part, parts);
+  cpu::RowwiseAdagrad job;
+  job.table_dtype = spec_.dtype;
+  job.table = buffers.table;
+  job.table_row_stride = spec_.shard_width();
+  job.column_begin = layout_.column_begin(rank);
+  job.width = layout_.width(rank);
+  job.logical_width = spec_.logical_width;
+  job.row_state = buffers.row_state;
+  job.last_step = rule.lazy ? buffers.last_step : nullptr;
+  job.unique = batch.unique.as<std::int32_t>();
+  job.sums = arena_.sums[rank].as<float>();
+  job.statistics = arena_.statistics.as<float>();
+  job.begin = begin;
+  job.end = end;
+  job.learning_rate = rule.learning_rate;
+  job.eps = rule.eps;
+  job.decay = rule.decay;
+  job.weight_decay = rule.weight_decay;
+  job.step = rule.step;
+  job.clip = rule.clips ? std::min(1.0f, rule.max_grad_norm / norm) : 1.0f;
+  job.stochastic_rounding = rule.stochastic_rounding;
+  job.seed = rule.seed;
+  job.rounding_step = rule.rounding_step;
+  return kernels_.rowwise_adagrad(job);
+}
+
+int ColumnSharded::parts_for(std::int64_t bytes, int threads) const {
+  const int share = (threads + spec_.group_size - 1) / spec_.group_size;
+  return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesWorthAPart, 1, share));
+}
+
+std::int64_t ColumnSharded::sum_bytes(int rank) const { return spec_.tokens() * layout_.width(rank) * element_; }
+
+}  // namespace async_emb::context

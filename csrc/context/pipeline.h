@@ -1,0 +1,158 @@
+// One embedding table's pipeline over the ranks of one group that live in this process.
+//
+// A rank's calls come from threads of XLA's (or of a caller's own); none of them blocks. A start is two calls: `*_begin` takes
+// what it needs into the arena and returns the pin's step at once, `*_lease` lends the table for the length of the work. The
+// work starts when every rank of the group has lent its table, and runs on the executor. `*_done` completes when its result is
+// there. What the work computes is in column_sharded.h; which call may follow which, in state_machine.h.
+//
+// Refusals. A call that comes at the wrong time applies nothing and passes its outputs through; so does every later call, until
+// take_refusal(). Ranks run the same program, so they refuse the same call; where only one can know (rows of another batch),
+// the others stop at the same place in the program, because refusals are ordered by each rank's count of calls.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "context/arena.h"
+#include "context/column_sharded.h"
+#include "context/executor.h"
+#include "context/failure.h"
+#include "context/round.h"
+#include "context/spec.h"
+#include "context/state_machine.h"
+#include "context/stats.h"
+#include "context/tensor_view.h"
+
+namespace async_emb::context {
+
+// The first id (in token order of the earliest step) that the policy `error` met, or a batch with too many distinct ids.
+struct IdProblem {
+  std::int64_t step = 0;
+  std::int64_t position = 0;   // in the global token array
+  std::int64_t id = 0;
+  std::int64_t rows = 0;
+  bool too_many_unique = false;
+  std::int64_t unique = 0;     // with too_many_unique
+};
+
+// Staged gradients as a snapshot keeps them. Rows are in token order of the whole group.
+struct StagedGradients {
+  std::vector<std::int32_t> ids;   // [tokens], cleaned
+  std::vector<char> grads;         // [tokens, emb_width] of the context's dtype
+  bool pending = true;
+};
+
+class Pipeline : public std::enable_shared_from_this<Pipeline> {
+ public:
+  // `devices` are the group's device ids in rank order.
+  Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::unique_ptr<comm::Communicator> communicator,
+           Executor& executor);
+
+  // The ordered calls of one rank. Pins are step numbers; state_machine.h turns them into float32.
+  float lookup_begin(int rank, const DLTensor& ids, std::int64_t rows);
+  void lookup_lease(int rank, const DLTensor& table, Completion completion);
+  void lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion);
+  // segment_ids and unique_tokens: both, or neither (then the ids of the last consumed lookup are used).
+  float stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens,
+                     bool pending);
+  float update_begin(int rank, const UpdateRule& rule);
+  void update_lease(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step,
+                    Completion completion);
+  float update_done(int rank, UpdateResults results, Completion completion);
+
+  // Host calls; the steps that were dispatched should have finished.
+  std::optional<std::string> take_refusal();
+  std::optional<IdProblem> take_id_problem();
+  void return_to_first_step();
+  std::optional<StagedGradients> staged() const;
+  void restore_staged(const StagedGradients& staged);
+  Stats stats() const;
+  std::int64_t arena_bytes() const;
+
+  // The first failure sticks: whatever waits ends with it, and every later call throws it.
+  void fail(Failure failure);
+  // Called by the watchdog: fails the pipeline where somebody waits for longer than the timeout.
+  void check_timeout(Clock::time_point now);
+  // Returns when no work runs any more and nothing waits.
+  void drain();
+
+  const ContextSpec& spec() const { return spec_; }
+
+ private:
+  struct Rank {
+    StateMachine machine;
+    std::int64_t calls = 0;             // ordered calls so far
+    bool lookup_open = false;           // the last lookup_begin opened a round: its lease belongs to it
+    bool update_open = false;
+    int consumed_batch = -1;
+    int staged_batch = -1;
+    bool staged_pending = true;
+    const void* last_table = nullptr;   // of the last lookup's lease
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool refuses(Rank& rank, StateMachine::Refusal refusal, const char* call);
+  void require_working() const;
+  StateMachine::Refusal check_same_ids(int rank, float pin, const DLTensor& ids) const;
+  LookupRound& lookup_round(std::int64_t step) { return lookups_[step % 2]; }
+  UpdateRound& update_round(std::int64_t step) { return updates_[step % 2]; }
+  int take_batch();
+  void hold(int batch);
+  void release(int& batch);
+  void run_lookup(std::int64_t step);
+  void gather_part(std::int64_t step, int rank, int part, int parts);
+  void run_update(std::int64_t step);
+  void index_then_sum(std::int64_t step);
+  void decide(std::int64_t step);
+  void apply(std::int64_t step);
+  void finish_update(std::int64_t step, int rank);
+  // Runs body(0) .. body(count - 1) on the executor, then `then` on whichever ended last.
+  void parallel(int count, std::function<void(int)> body, std::function<void()> then);
+  // Runs `body`; an exception fails the pipeline instead of the process.
+  template <typename Body>
+  void guarded(const char* call, Body body);
+  void void_rounds();
+  void finish_void(LookupRound& round);
+  void finish_void(UpdateRound& round);
+  void consume_lookup(int rank, LookupRound& round);
+  void consume_update(int rank, UpdateRound& round);
+  void write_results(const UpdateRound& round, const UpdateRound::Rank& rank) const;
+  void note_bad_id(std::int64_t step, std::int64_t position, std::int64_t id, std::int64_t rows);
+  void later(Completion& completion);
+  void fail_waiting(const Failure& failure);
+  std::string where(const char* call, int rank) const;
+  void check_table(const DLTensor& table, std::int64_t rows) const;
+  void record(const char* name, int rank, std::int64_t step) const;
+
+  const ContextSpec spec_;
+  const std::vector<std::int64_t> devices_;
+  const std::unique_ptr<comm::Communicator> communicator_;
+  Executor& executor_;
+  ColumnSharded work_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;
+  std::vector<Rank> ranks_;
+  std::array<LookupRound, 2> lookups_;
+  std::array<UpdateRound, 2> updates_;
+  std::vector<std::unique_ptr<BatchIds>> batches_;
+  struct Override { std::int64_t stage = 0; int batch = -1; };
+  std::array<Override, 2> overrides_;   // ids given to stage_update instead of the lookup's
+  int running_ = 0;                     // pieces of work that may touch borrowed buffers
+  std::optional<Failure> failure_;
+  std::optional<std::string> refusal_;
+  std::int64_t refused_call_ = std::numeric_limits<std::int64_t>::max();
+  std::optional<IdProblem> id_problem_;
+  Stats stats_;
+};
+
+}  // namespace async_emb::context

@@ -1,0 +1,138 @@
+#include "context/registry.h"
+
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "comm/in_process.h"
+#include "context/watchdog.h"
+
+namespace async_emb::context {
+namespace {
+
+struct Entry {
+  std::shared_ptr<Context> context;
+  std::unordered_map<std::int64_t, Member> members;  // by device
+};
+
+struct Registry {
+  std::shared_mutex mutex;
+  std::unordered_map<std::int64_t, Entry> open;
+  std::unordered_map<std::int64_t, std::string> closed;  // names, for messages
+};
+
+Registry& registry() {
+  static Registry* instance = new Registry;  // XLA's threads may outlive static destructors
+  return *instance;
+}
+
+// With the registry's lock held.
+Entry& entry_of(std::int64_t id) {
+  Registry& all = registry();
+  const auto found = all.open.find(id);
+  if (found != all.open.end()) return found->second;
+  const auto closed = all.closed.find(id);
+  if (closed != all.closed.end()) {
+    throw Error(FailureKind::kUnknownContext, "async_emb context '" + closed->second +
+                                                  "' is closed: open it again with open_context(handle) before the step");
+  }
+  throw Error(FailureKind::kUnknownContext, "async_emb context " + std::to_string(id) +
+                                                " is not open in this process: call open_context(handle) before the step");
+}
+
+}  // namespace
+
+Context::Context(const ContextSpec& spec, Executor& executor) {
+  const std::size_t size = static_cast<std::size_t>(spec.group_size);
+  for (std::size_t first = 0; first < spec.devices.size(); first += size) {
+    std::vector<std::int64_t> devices(spec.devices.begin() + first, spec.devices.begin() + first + size);
+    groups_.push_back(std::make_shared<Pipeline>(spec, std::move(devices),
+                                                 std::make_unique<comm::InProcess>(spec.group_size), executor));
+  }
+}
+
+void open_context(const ContextSpec& spec) {
+  Registry& all = registry();
+  std::unique_lock lock(all.mutex);
+  const auto found = all.open.find(spec.id);
+  if (found != all.open.end()) {
+    if (found->second.context->spec().key == spec.key) return;
+    throw Error(FailureKind::kInvalidArgument, "async_emb context id " + std::to_string(spec.id) + " of '" + spec.name +
+                                                   "' is taken by another context, '" +
+                                                   found->second.context->spec().name +
+                                                   "': give one of the tables another name. Keys: " + spec.key +
+                                                   " and " + found->second.context->spec().key);
+  }
+  if (spec.devices.empty() || spec.devices.size() % spec.group_size != 0) {
+    throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec.name + "' has " +
+                                                   std::to_string(spec.devices.size()) + " devices for groups of " +
+                                                   std::to_string(spec.group_size));
+  }
+  Entry entry;
+  entry.context = std::make_shared<Context>(spec, Executor::shared());
+  for (std::size_t i = 0; i < spec.devices.size(); ++i) {
+    entry.members[spec.devices[i]] = {entry.context->groups()[i / spec.group_size],
+                                      static_cast<int>(i % spec.group_size)};
+  }
+  for (const auto& group : entry.context->groups()) watch(group);
+  all.closed.erase(spec.id);
+  all.open.emplace(spec.id, std::move(entry));
+}
+
+bool is_open(std::int64_t id) {
+  Registry& all = registry();
+  std::shared_lock lock(all.mutex);
+  return all.open.contains(id);
+}
+
+std::shared_ptr<Context> find_context(std::int64_t id) {
+  std::shared_lock lock(registry().mutex);
+  return entry_of(id).context;
+}
+
+Member find_member(std::int64_t id, std::int64_t device) {
+  std::shared_lock lock(registry().mutex);
+  const Entry& entry = entry_of(id);
+  const auto found = entry.members.find(device);
+  if (found != entry.members.end()) return found->second;
+  throw Error(FailureKind::kInvalidArgument, "async_emb context '" + entry.context->spec().name +
+                                                 "' has no rank on device " + std::to_string(device) +
+                                                 ": run the step on the mesh that the handle was made for");
+}
+
+void abort_context(std::int64_t id, const std::string& reason) {
+  const std::shared_ptr<Context> context = find_context(id);
+  for (const auto& group : context->groups()) {
+    group->fail({FailureKind::kAborted, "async_emb context '" + context->spec().name + "' was aborted: " + reason});
+  }
+}
+
+void close_context(std::int64_t id) {
+  Registry& all = registry();
+  std::shared_ptr<Context> context;
+  {
+    std::unique_lock lock(all.mutex);
+    const auto found = all.open.find(id);
+    if (found == all.open.end()) return;
+    context = found->second.context;
+    all.closed[id] = context->spec().name;
+    all.open.erase(found);
+  }
+  for (const auto& group : context->groups()) {
+    group->drain();
+    group->fail({FailureKind::kUnknownContext, "async_emb context '" + context->spec().name +
+                                                   "' was closed while a call waited: finish the steps before close, and "
+                                                   "open it again with open_context(handle)"});
+    group->drain();
+  }
+}
+
+std::vector<std::int64_t> open_contexts() {
+  Registry& all = registry();
+  std::shared_lock lock(all.mutex);
+  std::vector<std::int64_t> ids;
+  for (const auto& [id, entry] : all.open) ids.push_back(id);
+  return ids;
+}
+
+}  // namespace async_emb::context

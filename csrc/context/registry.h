@@ -1,0 +1,46 @@
+// Every open context of the process, by id. Contexts are found by (context id, device); nothing else owns one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "context/pipeline.h"
+#include "context/spec.h"
+
+namespace async_emb::context {
+
+// One table's pipelines, one for each group of the mesh.
+class Context {
+ public:
+  Context(const ContextSpec& spec, Executor& executor);
+
+  const ContextSpec& spec() const { return groups_.front()->spec(); }
+  const std::vector<std::shared_ptr<Pipeline>>& groups() const { return groups_; }
+
+ private:
+  std::vector<std::shared_ptr<Pipeline>> groups_;
+};
+
+// What a call needs: its pipeline and its rank there.
+struct Member {
+  std::shared_ptr<Pipeline> pipeline;
+  int rank = 0;
+};
+
+// Opens a context, or does nothing where the same one is open. A different key under the same id is refused.
+void open_context(const ContextSpec& spec);
+bool is_open(std::int64_t id);
+
+// Throws Error(kUnknownContext) that says whether it was closed or never opened.
+std::shared_ptr<Context> find_context(std::int64_t id);
+Member find_member(std::int64_t id, std::int64_t device);
+
+// Ends every wait with `reason`; the context stays known and refuses every call until it is closed.
+void abort_context(std::int64_t id, const std::string& reason);
+// Lets work that runs end, answers whoever still waits with an error, and forgets the context. Closing twice is fine.
+void close_context(std::int64_t id);
+std::vector<std::int64_t> open_contexts();
+
+}  // namespace async_emb::context

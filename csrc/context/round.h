@@ -1,0 +1,96 @@
+// One step of one channel, while it is in flight: who has come, which buffers they brought, who waits for what.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "context/failure.h"
+
+namespace async_emb::context {
+
+// Called once, when a lease has ended or a done is complete: with the failure, or null.
+using Completion = std::function<void(const Failure*)>;
+
+using Clock = std::chrono::steady_clock;
+
+struct Progress {
+  std::int64_t step = 0;         // 0: this slot holds no round
+  std::int64_t begin_call = 0;   // the ordered call of each rank that opened it
+  bool running = false;          // the work has begun: buffers are in use
+  bool complete = false;         // the work is over
+  bool is_void = false;          // nothing was done, by decision of the whole group
+  Clock::time_point first_wait{};
+  bool waited_for = false;       // somebody's lease or done is pending
+
+  void note_wait() {
+    if (waited_for) return;
+    waited_for = true;
+    first_wait = Clock::now();
+  }
+};
+
+struct LookupRound : Progress {
+  struct Rank {
+    const void* table = nullptr;
+    Completion lease;
+    void* out = nullptr;          // where the done wants the rows, once it was called
+    Completion done;
+    Clock::time_point done_called{};
+    void* destination = nullptr;  // where the work writes them
+    int parts_left = 0;
+    bool ready = false;
+  };
+  int batch = -1;                 // index of the pipeline's BatchIds
+  std::int64_t rows = 0;
+  std::vector<Rank> ranks;
+  std::vector<const void*> tables;  // of every rank, once the work runs
+  int ranks_left = 0;
+};
+
+// The rule of one update and its numbers: the same on every rank.
+struct UpdateRule {
+  bool lazy = false;
+  float learning_rate = 0;
+  float eps = 0;
+  float decay = 1;         // lazy: accum_decay_rate
+  float weight_decay = 1;  // lazy: weight_decay_rate
+  std::int32_t step = 0;   // lazy only
+  bool clips = false;
+  float max_grad_norm = 0;
+  bool stochastic_rounding = false;
+  std::uint32_t seed = 0;
+  std::uint32_t rounding_step = 0;
+};
+
+// Where update_done wants its results.
+struct UpdateResults {
+  float* norm = nullptr;
+  std::int32_t* valid = nullptr;
+  std::int32_t* pending = nullptr;
+};
+
+struct UpdateRound : Progress {
+  struct Rank {
+    void* table = nullptr;
+    float* row_state = nullptr;
+    std::int32_t* last_step = nullptr;
+    Completion lease;
+    UpdateResults results;
+    Completion done;
+    Clock::time_point done_called{};
+    int parts_left = 0;
+    bool ready = false;
+  };
+  int batch = -1;       // -1: nothing was staged
+  bool pending = true;  // what stage_update was told, on every rank
+  std::int64_t rows = 0;
+  UpdateRule rule;
+  std::vector<Rank> ranks;
+  int ranks_left = 0;
+  float norm = 0;
+  bool applied = false;
+};
+
+}  // namespace async_emb::context

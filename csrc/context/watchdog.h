@@ -1,0 +1,13 @@
+// Ends waits that last longer than a pipeline's timeout. One thread for the process, asleep while no pipeline is open.
+#pragma once
+
+#include <memory>
+
+namespace async_emb::context {
+
+class Pipeline;
+
+// Watches `pipeline` for as long as it lives.
+void watch(const std::shared_ptr<Pipeline>& pipeline);
+
+}  // namespace async_emb::context

@@ -1,0 +1,41 @@
+// The XLA FFI handlers, by the names under which they are registered.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace async_emb::faces {
+
+XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* update_done(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* depend(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* mark(XLA_FFI_CallFrame* call);
+
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* handler;
+};
+
+inline constexpr Target kTargets[] = {
+    {"async_emb_lookup_begin", lookup_begin},
+    {"async_emb_lookup_lease", lookup_lease},
+    {"async_emb_lookup_done", lookup_done},
+    {"async_emb_lookup_done_checked", lookup_done_checked},
+    {"async_emb_stage_update", stage_update},
+    {"async_emb_stage_update_segments", stage_update_segments},
+    {"async_emb_update_begin", update_begin},
+    {"async_emb_update_lease", update_lease},
+    {"async_emb_update_lease_lazy", update_lease_lazy},
+    {"async_emb_update_done", update_done},
+    {"async_emb_depend", depend},
+    {"async_emb_mark", mark},
+};
+
+}  // namespace async_emb::faces

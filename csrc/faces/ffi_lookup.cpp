@@ -1,0 +1,92 @@
+// Lookups as XLA calls them. Translation and checks of form only; the pipeline decides everything else.
+#include "faces/ffi_handlers.h"
+#include "faces/ffi_support.h"
+
+namespace async_emb::faces {
+namespace {
+
+ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::BufferR1<ffi::F32> /*gate*/,
+                 ffi::ResultBufferR1<ffi::F32> pin, std::int64_t context_id, std::int64_t rows) {
+  return guarded([&] {
+    const context::Member member = context::find_member(context_id, device);
+    *pin->typed_data() = member.pipeline->lookup_begin(member.rank, view(token_ids), rows);
+  });
+}
+
+ffi::Future lease(std::int32_t device, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*pin*/,
+                  ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    require_alias(table, *table_out, "the table");
+    const context::Member member = context::find_member(context_id, device);
+    member.pipeline->lookup_lease(member.rank, view(table), std::move(completion));
+  });
+}
+
+ffi::Future done(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> rows,
+                 std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    const context::Member member = context::find_member(context_id, device);
+    member.pipeline->lookup_done(member.rank, *pin.typed_data(), nullptr, view(*rows), std::move(completion));
+  });
+}
+
+ffi::Future done_checked(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::AnyBuffer token_ids,
+                         ffi::Result<ffi::AnyBuffer> rows, std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    const context::Member member = context::find_member(context_id, device);
+    const DLTensor ids = view(token_ids);
+    member.pipeline->lookup_done(member.rank, *pin.typed_data(), &ids, view(*rows), std::move(completion));
+  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()          // token_ids, tokens_per_rank elements
+                             .Arg<ffi::BufferR1<ffi::F32>>()  // gate [1]
+                             .Ret<ffi::BufferR1<ffi::F32>>()  // pin [1]
+                             .Attr<std::int64_t>("context_id")
+                             .Attr<std::int64_t>("rows")
+                             .To(begin)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()          // table [rows, shard_width]
+                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]
+                             .Ret<ffi::AnyBuffer>()          // the same table
+                             .Attr<std::int64_t>("context_id")
+                             .To(lease)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
+                             .Ret<ffi::AnyBuffer>()          // rows [tokens_per_rank, emb_width]
+                             .Attr<std::int64_t>("context_id")
+                             .To(done)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
+                             .Arg<ffi::AnyBuffer>()          // token_ids that the rows are for
+                             .Ret<ffi::AnyBuffer>()          // rows [tokens_per_rank, emb_width]
+                             .Attr<std::int64_t>("context_id")
+                             .To(done_checked)
+                             .release();
+  return handler->Call(call);
+}
+
+}  // namespace async_emb::faces

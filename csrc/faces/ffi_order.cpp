@@ -1,0 +1,43 @@
+// Handlers that only order or record: identities on an aliased operand, no copy, no context.
+#include "context/timeline.h"
+#include "faces/ffi_handlers.h"
+#include "faces/ffi_support.h"
+
+namespace async_emb::faces {
+namespace {
+
+ffi::Error keep(ffi::AnyBuffer x, ffi::BufferR1<ffi::F32> /*pin*/, ffi::Result<ffi::AnyBuffer> out) {
+  return guarded([&] { require_alias(x, *out, "the operand of depend"); });
+}
+
+ffi::Error note(std::int32_t device, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, std::string_view label) {
+  return guarded([&] {
+    require_alias(x, *out, "the operand of mark");
+    context::Timeline::shared().record(std::string(label).c_str(), "", device, 0);
+  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* depend(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Arg<ffi::AnyBuffer>()          // x
+                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]: what x shall wait for
+                             .Ret<ffi::AnyBuffer>()          // the same x
+                             .To(keep)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* mark(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // x
+                             .Ret<ffi::AnyBuffer>()  // the same x
+                             .Attr<std::string_view>("label")
+                             .To(note)
+                             .release();
+  return handler->Call(call);
+}
+
+}  // namespace async_emb::faces

@@ -1,0 +1,196 @@
+// Updates as XLA calls them. Translation and checks of form only; the pipeline decides everything else.
+#include "faces/ffi_handlers.h"
+#include "faces/ffi_support.h"
+
+namespace async_emb::faces {
+namespace {
+
+using F32Scalar = ffi::BufferR0<ffi::F32>;
+using S32Scalar = ffi::BufferR0<ffi::S32>;
+using U32Scalar = ffi::BufferR0<ffi::U32>;
+using Pin = ffi::BufferR1<ffi::F32>;
+
+// bool or int32, [] or [1].
+bool truth_of(const ffi::AnyBuffer& buffer) {
+  const DLTensor tensor = view(buffer);
+  if (context::element_count(tensor) == 1) {
+    if (tensor.dtype.code == kDLBool) return *static_cast<const bool*>(tensor.data);
+    if (context::same_type(tensor.dtype, context::kInt32)) return *static_cast<const std::int32_t*>(tensor.data) != 0;
+  }
+  throw context::Error(context::FailureKind::kInvalidArgument,
+                       "async_emb stage_update: pending is " + context::describe(tensor) +
+                           ", but must be one bool or int32");
+}
+
+ffi::Error stage(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/,
+                 ffi::Result<Pin> pin, std::int64_t context_id) {
+  return guarded([&] {
+    const context::Member member = context::find_member(context_id, device);
+    *pin->typed_data() =
+        member.pipeline->stage_update(member.rank, view(grads), nullptr, nullptr, truth_of(pending));
+  });
+}
+
+ffi::Error stage_segments(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer segment_ids,
+                          ffi::AnyBuffer unique_tokens, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
+                          std::int64_t context_id) {
+  return guarded([&] {
+    const context::Member member = context::find_member(context_id, device);
+    const DLTensor segments = view(segment_ids);
+    const DLTensor unique = view(unique_tokens);
+    *pin->typed_data() =
+        member.pipeline->stage_update(member.rank, view(grads), &segments, &unique, truth_of(pending));
+  });
+}
+
+ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
+                 F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
+                 U32Scalar rounding_step, ffi::Result<Pin> pin, std::int64_t context_id, bool lazy, bool clips,
+                 bool stochastic_rounding) {
+  return guarded([&] {
+    const context::Member member = context::find_member(context_id, device);
+    *pin->typed_data() = member.pipeline->update_begin(
+        member.rank, {.lazy = lazy,
+                      .learning_rate = *learning_rate.typed_data(),
+                      .eps = *eps.typed_data(),
+                      .decay = *decay.typed_data(),
+                      .weight_decay = *weight_decay.typed_data(),
+                      .step = *step.typed_data(),
+                      .clips = clips,
+                      .max_grad_norm = *max_grad_norm.typed_data(),
+                      .stochastic_rounding = stochastic_rounding,
+                      .seed = *seed.typed_data(),
+                      .rounding_step = *rounding_step.typed_data()});
+  });
+}
+
+ffi::Future lease(std::int32_t device, ffi::AnyBuffer table, ffi::AnyBuffer row_state, Pin /*pin*/,
+                  ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
+                  std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    require_alias(table, *table_out, "the table");
+    require_alias(row_state, *row_state_out, "row_state");
+    const context::Member member = context::find_member(context_id, device);
+    member.pipeline->update_lease(member.rank, view(table), view(row_state), nullptr, std::move(completion));
+  });
+}
+
+ffi::Future lease_lazy(std::int32_t device, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
+                       Pin /*pin*/, ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
+                       ffi::Result<ffi::AnyBuffer> last_step_out, std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    require_alias(table, *table_out, "the table");
+    require_alias(row_state, *row_state_out, "row_state");
+    require_alias(last_step, *last_step_out, "last_step");
+    const context::Member member = context::find_member(context_id, device);
+    const DLTensor last = view(last_step);
+    member.pipeline->update_lease(member.rank, view(table), view(row_state), &last, std::move(completion));
+  });
+}
+
+ffi::Future done(std::int32_t device, Pin /*gate*/, ffi::Result<F32Scalar> norm, ffi::Result<S32Scalar> valid,
+                 ffi::Result<S32Scalar> pending, ffi::Result<Pin> pin, std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    const context::Member member = context::find_member(context_id, device);
+    *pin->typed_data() = member.pipeline->update_done(
+        member.rank, {norm->typed_data(), valid->typed_data(), pending->typed_data()}, std::move(completion));
+  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
+                             .Arg<ffi::AnyBuffer>()  // pending, bool or int32
+                             .Arg<Pin>()             // gate [1]
+                             .Ret<Pin>()             // pin [1]
+                             .Attr<std::int64_t>("context_id")
+                             .To(stage)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
+                             .Arg<ffi::AnyBuffer>()  // segment_ids [tokens_per_rank]
+                             .Arg<ffi::AnyBuffer>()  // unique_tokens [num_unique]
+                             .Arg<ffi::AnyBuffer>()  // pending, bool or int32
+                             .Arg<Pin>()             // gate [1]
+                             .Ret<Pin>()             // pin [1]
+                             .Attr<std::int64_t>("context_id")
+                             .To(stage_segments)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<Pin>()        // gate [1]
+                             .Arg<F32Scalar>()  // learning_rate
+                             .Arg<F32Scalar>()  // eps
+                             .Arg<F32Scalar>()  // decay_factor, or accum_decay_rate of the lazy form
+                             .Arg<F32Scalar>()  // weight_decay_factor, or weight_decay_rate of the lazy form
+                             .Arg<F32Scalar>()  // max_grad_norm, where `clips`
+                             .Arg<S32Scalar>()  // step, where `lazy`
+                             .Arg<U32Scalar>()  // seed, where `stochastic_rounding`
+                             .Arg<U32Scalar>()  // rounding_step, where `stochastic_rounding`
+                             .Ret<Pin>()        // pin [1]
+                             .Attr<std::int64_t>("context_id")
+                             .Attr<bool>("lazy")
+                             .Attr<bool>("clips")
+                             .Attr<bool>("stochastic_rounding")
+                             .To(begin)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
+                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
+                             .Arg<Pin>()             // pin [1] of the begin
+                             .Ret<ffi::AnyBuffer>()  // the same table
+                             .Ret<ffi::AnyBuffer>()  // the same row_state
+                             .Attr<std::int64_t>("context_id")
+                             .To(lease)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
+                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
+                             .Arg<ffi::AnyBuffer>()  // last_step [rows]
+                             .Arg<Pin>()             // pin [1] of the begin
+                             .Ret<ffi::AnyBuffer>()  // the same table
+                             .Ret<ffi::AnyBuffer>()  // the same row_state
+                             .Ret<ffi::AnyBuffer>()  // the same last_step
+                             .Attr<std::int64_t>("context_id")
+                             .To(lease_lazy)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* update_done(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<Pin>()        // gate [1]
+                             .Ret<F32Scalar>()  // norm
+                             .Ret<S32Scalar>()  // valid: the update was applied
+                             .Ret<S32Scalar>()  // pending: one was staged
+                             .Ret<Pin>()        // pin [1]
+                             .Attr<std::int64_t>("context_id")
+                             .To(done)
+                             .release();
+  return handler->Call(call);
+}
+
+}  // namespace async_emb::faces
