@@ -30,7 +30,7 @@ build_config = _load_build_config()
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
-        f"setuptools {setuptools.__version__} cannot read the license field of pyproject.toml; it needs 77.0.3 or later. Run\n"
+        f"setuptools {setuptools.__version__} cannot read the license of pyproject.toml, 77.0.3 and later can. Run\n"
         f"    {build_config.REQUIREMENTS_COMMAND}"
     )
 

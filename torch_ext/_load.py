@@ -1,7 +1,7 @@
 """Loads the native module, and says why when it cannot.
 
-A module built for another torch may crash the process instead of failing to load, so what it was built with is read from
-the file before it is opened.
+A module built for another torch may crash the process instead of failing to load, so what it was built with is read
+from the file before it is opened.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def load(directory: Path | None = None, package: str = "torch_ext") -> ModuleTyp
 
     ``directory`` and ``package`` say where to look; only tests give them.
 
-    Raises NativeModuleError if torch or the module is missing, if the module belongs to another torch or another Python, or
-    if the system refuses to load it.
+    Raises NativeModuleError if torch or the module is missing, if the module belongs to another torch or another
+    Python, or if the system refuses to load it.
     """
     name = f"{package}._C"
     if name in sys.modules:
@@ -68,8 +68,8 @@ def require_ffi_api(built: str, runtime: tuple[int, int]) -> None:
       built: ``build_info()["ffi_api"]``, "major.minor" of XLA's FFI that the handlers were compiled against.
       runtime: (major, minor) of the jaxlib that would call them.
 
-    Raises NativeModuleError if the major versions differ, or if the handlers are newer: registering such a handler ends the
-    process when the backend starts. An older minor version is fine.
+    Raises NativeModuleError if the major versions differ, or if the handlers are newer: registering such a handler ends
+    the process when the backend starts. An older minor version is fine.
     """
     major, minor = (int(part) for part in built.split("."))
     if major != runtime[0] or minor > runtime[1]:
@@ -87,9 +87,7 @@ def _find(directory: Path) -> Path:
     others = sorted(path.name for path in directory.glob("_C.*") if path.suffix in (".so", ".pyd"))
     wanted = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if others:
-        raise _failure(
-            f"the native module in {directory} is for another Python: {', '.join(others)} instead of {wanted}"
-        )
+        raise _failure(f"the native module in {directory} is for another Python: {', '.join(others)}, not {wanted}")
     raise _failure(f"the native module has not been built: there is no {wanted} in {directory}")
 
 

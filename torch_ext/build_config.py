@@ -1,7 +1,7 @@
 """What the native module is built from and how: the one list that every build of it reads.
 
-Importing this file imports neither torch nor jax, so that metadata steps (sdist, egg_info) work without them. ``setup.py``
-loads it by path, because importing the package would try to load the module that is about to be built.
+Importing this file imports neither torch nor jax, so that metadata steps (sdist, egg_info) work without them.
+``setup.py`` loads it by path, because importing the package would try to load the module that is about to be built.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "context/*.cpp", "faces/*.cpp")
 # CUDA sources join here; setup.py compiles them where torch and the machine have CUDA.
 CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp")
 
-# No -march: one binary runs anywhere, csrc/cpu picks the instruction set when it starts. Contraction to FMA would change
-# bits between machines, see "Numerics" in the documentation.
+# No -march: one binary runs anywhere, csrc/cpu picks the instruction set when it starts. Contraction to FMA would make
+# results depend on the machine.
 CXX_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -153,13 +153,10 @@ def _matches(patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _path_with_ninja(path: str) -> str:
-    # An interpreter called by its full name, without an activated environment, leaves its own folder off PATH; ninja's wheel
-    # puts the program there. An empty PATH would leave the compiler out too.
-    directories = [
-        os.path.dirname(sys.executable),
-        sysconfig.get_path("scripts"),
-        *(path or os.defpath).split(os.pathsep),
-    ]
+    # Without an activated environment the folder of the interpreter is not on PATH, and ninja's wheel puts the program
+    # there. An empty PATH would leave the compiler out too.
+    system = (path or os.defpath).split(os.pathsep)
+    directories = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), *system]
     return os.pathsep.join(dict.fromkeys(filter(None, directories)))
 
 

@@ -8,11 +8,12 @@ One exact training step on one device:
     sums, statistics = segment_sum(grads, offsets, positions)
     rowwise_adagrad_(table, row_state, unique, sums, statistics, learning_rate=0.05, eps=1e-8)
 
-The operators are ``torch.ops.async_emb.*``; the functions here only document them. They work under ``torch.compile`` and
-``torch.export``, have no autograd formulas, and give the same bits for any number of threads.
+The operators are ``torch.ops.async_emb.*``; the functions here only document them. They work under ``torch.compile``
+and ``torch.export``, have no autograd formulas, and give the same bits for any number of threads.
 
-Everywhere, the id -1 stands for "no row": it reads zeros and its gradient goes nowhere. Any other id outside of the table
-raises IndexError, with the id, its position and the number of rows. A wrong dtype raises TypeError, a wrong shape ValueError.
+Everywhere, the id -1 stands for "no row": it reads zeros and its gradient goes nowhere. Any other id outside of the
+table raises IndexError, with the id, its position and the number of rows. A wrong dtype raises TypeError, a wrong shape
+ValueError.
 """
 
 from __future__ import annotations
