@@ -70,50 +70,66 @@ ASYNC_EMB_INLINE RowUpdate row_update(const AdagradRule& rule, float statistic, 
   return RowUpdate{true, new_state, weight_factor, step_size};
 }
 
-ASYNC_EMB_INLINE float new_weight(const RowUpdate& update, float weight, float grad, float clip) {
-  return weight * update.weight_factor - update.step_size * (grad * clip);
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> new_weights(const RowUpdate& update, float clip, FloatPack<N> weights,
+                                          FloatPack<N> grads) {
+  return weights * update.weight_factor - (grads * clip) * update.step_size;
 }
 
-// Columns of a touched row, rounded to nearest. Returns this lane's number of saturated stores.
-template <class Lanes, class Weight>
+// Columns [column, width) of a touched row, rounded to nearest, in packs of N and then in smaller ones. Returns this
+// lane's number of saturated stores.
+template <class Lanes, int N, class Weight>
 ASYNC_EMB_INLINE std::uint32_t update_columns_nearest(Lanes lanes, const RowUpdate& update, float clip,
-                                                      const float* ASYNC_EMB_RESTRICT grads, std::int64_t width,
-                                                      Weight* ASYNC_EMB_RESTRICT weights) {
-  std::uint32_t saturated = 0;
-  for (std::int64_t i = lanes.index(); i < width; i += Lanes::kCount) {
-    store_nearest(new_weight(update, to_float(weights[i]), grads[i], clip), weights + i, saturated);
+                                                      const float* grads, std::int64_t column, std::int64_t width,
+                                                      Weight* weights) {
+  BitsPack<N> saturated{};
+  const std::int64_t end = width - (width - column) % (N * Lanes::kCount);
+  for (std::int64_t i = column + lanes.index() * N; i < end; i += N * Lanes::kCount) {
+    store_nearest<N>(new_weights<N>(update, clip, load<N>(weights + i), load<N>(grads + i)), weights + i, saturated);
   }
-  return saturated;
+  std::uint32_t count = total_of<N>(saturated);
+  if constexpr (N > 1) {
+    count += update_columns_nearest<Lanes, N / 2>(lanes, update, clip, grads, end, width, weights);
+  } else if constexpr (Lanes::kCount > 1) {
+    const std::int64_t i = end + lanes.index();
+    if (i < width) {
+      BitsPack<1> last = 0;
+      store_nearest<1>(new_weights<1>(update, clip, load<1>(weights + i), load<1>(grads + i)), weights + i, last);
+      count += last;
+    }
+  }
+  return count;
 }
 
 // The same, rounded stochastically. A lane takes whole groups of four logical columns, since one draw rounds four.
 template <class Lanes, class Weight>
 ASYNC_EMB_INLINE std::uint32_t update_columns_stochastic(Lanes lanes, const RowUpdate& update, float clip,
-                                                         const float* ASYNC_EMB_RESTRICT grads,
-                                                         std::int64_t column_begin, std::int64_t width,
-                                                         std::uint32_t row, std::uint32_t seed,
-                                                         std::uint32_t rounding_step,
-                                                         Weight* ASYNC_EMB_RESTRICT weights) {
+                                                         const float* grads, std::int64_t column_begin,
+                                                         std::int64_t width, std::uint32_t row, std::uint32_t seed,
+                                                         std::uint32_t rounding_step, Weight* weights) {
   constexpr int kGroups = Lanes::kCount == 1 ? 16 : 1;  // drawn together, so that one lane draws in vectors
-  std::uint32_t saturated = 0;
-  const std::int64_t column_end = column_begin + width;
+  BitsPack<kPack> saturated{};
+  BitsPack<1> saturated_singly = 0;
   const std::int64_t first_group = column_begin / 4 + lanes.index();
-  for (std::int64_t group = first_group; group * 4 < column_end; group += kGroups * Lanes::kCount) {
+  for (std::int64_t group = first_group; group * 4 < column_begin + width; group += kGroups * Lanes::kCount) {
     std::uint32_t random[4 * kGroups];
-    for (int g = 0; g < kGroups; ++g) {
-      const Philox4 draw = rounding_bits(seed, rounding_step, row, static_cast<std::uint32_t>(group + g));
-      for (int k = 0; k < 4; ++k) random[4 * g + k] = draw.x[k];
-    }
+    rounding_bits<kGroups>(seed, rounding_step, row, static_cast<std::uint32_t>(group), random);
     const std::int64_t first =
         group * 4 - column_begin;  // of the shard's columns; negative where a group straddles shards
-    const std::int64_t begin = first < 0 ? -first : 0;
+    std::int64_t k = first < 0 ? -first : 0;
     const std::int64_t end = width - first < 4 * kGroups ? width - first : 4 * kGroups;
-    for (std::int64_t k = begin; k < end; ++k) {
+    for (; k + kPack <= end; k += kPack) {
       const std::int64_t i = first + k;
-      store_stochastic(new_weight(update, to_float(weights[i]), grads[i], clip), random[k], weights + i, saturated);
+      store_stochastic<kPack>(new_weights<kPack>(update, clip, load<kPack>(weights + i), load<kPack>(grads + i)),
+                              load_pack<BitsPack<kPack>>(random + k), weights + i, saturated);
+    }
+    for (; k < end; ++k) {
+      const std::int64_t i = first + k;
+      store_stochastic<1>(new_weights<1>(update, clip, load<1>(weights + i), load<1>(grads + i)), random[k],
+                          weights + i, saturated_singly);
     }
   }
-  return saturated;
+  return total_of<kPack>(saturated) + saturated_singly;
 }
 
 }  // namespace ASYNC_EMB_ISA

@@ -1,11 +1,12 @@
 // Element types of tables and gradients, and the exact rules by which fp32 values become bf16 and fp16.
 //
-// Everything is written with integer operations and without branches, so that compilers vectorise it and every
-// instruction set gives the same bits. A NaN is always stored as the canonical one of its format.
+// Everything is written on packs and without branches, so that every instruction set gives the same bits. A NaN is
+// always stored as the canonical one of its format.
 #pragma once
 
 #include <cstdint>
 
+#include "core/pack.h"
 #include "core/platform.h"
 
 namespace async_emb::core {
@@ -34,107 +35,129 @@ inline constexpr std::uint16_t kCanonicalBFloat16NaN = 0x7fc0u;
 inline constexpr std::uint16_t kCanonicalFloat16NaN = 0x7e00u;
 inline constexpr std::uint16_t kLargestFloat16 = 0x7bffu;  // 65504
 
-ASYNC_EMB_INLINE std::uint32_t bits_of(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  return __builtin_bit_cast(std::uint32_t, value);
-#endif
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> canonical(FloatPack<N> values) {
+  return values == values ? values : floats_of<N>(all<N>(kCanonicalNaN));
+}
+ASYNC_EMB_INLINE float canonical(float value) { return canonical<1>(value); }
+
+// ---- to fp32: exact. The lower 16 bits of each place hold the number.
+
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> float_of_bfloat16(BitsPack<N> bits) {
+  return floats_of<N>(bits << 16);
 }
 
-ASYNC_EMB_INLINE float float_of(std::uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  return __builtin_bit_cast(float, bits);
-#endif
-}
-
-ASYNC_EMB_INLINE float canonical(float value) { return value != value ? float_of(kCanonicalNaN) : value; }
-
-ASYNC_EMB_INLINE float to_float(float value) { return value; }
-
-ASYNC_EMB_INLINE float to_float(BFloat16 value) { return float_of(static_cast<std::uint32_t>(value.bits) << 16); }
-
-ASYNC_EMB_INLINE float to_float(Float16 value) {
-  const std::uint32_t magnitude = value.bits & 0x7fffu;
-  const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16;
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> float_of_float16(BitsPack<N> bits) {
+  const BitsPack<N> magnitude = bits & 0x7fffu;
+  const BitsPack<N> sign = (bits & 0x8000u) << 16;
   // Moving the exponent bias from 15 to 127 adds 112; all ones stay all ones, hence 224.
-  const std::uint32_t bias = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23;
-  const std::uint32_t normal = (magnitude << 13) + bias;
+  const BitsPack<N> bias = magnitude >= 0x7c00u ? all<N>(224u << 23) : all<N>(112u << 23);
+  const BitsPack<N> normal = (magnitude << 13) + bias;
   // Subnormal m is m * 2^-24: put m behind the leading one of 2^-14 and take that one away. Exact, and free of fp32
   // denormals.
-  const std::uint32_t subnormal = bits_of(float_of((magnitude << 13) | (113u << 23)) - float_of(113u << 23));
-  return float_of((magnitude < 0x400u ? subnormal : normal) | sign);
+  const FloatPack<N> one_too_many = floats_of<N>((magnitude << 13) | (113u << 23));
+  const BitsPack<N> subnormal = bits_of<N>(one_too_many - floats_of<N>(all<N>(113u << 23)));
+  return floats_of<N>((magnitude < 0x400u ? subnormal : normal) | sign);
 }
 
-// Nearest even. Overflow of bf16 follows IEEE: it becomes infinite.
-ASYNC_EMB_INLINE BFloat16 nearest_bfloat16(float value) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return BFloat16{static_cast<std::uint16_t>(is_nan ? kCanonicalBFloat16NaN : rounded)};
+// ---- from fp32 to nearest even
+
+// Overflow of bf16 follows IEEE: it becomes infinite.
+template <int N>
+ASYNC_EMB_INLINE BitsPack<N> nearest_bfloat16(FloatPack<N> values) {
+  const BitsPack<N> bits = bits_of<N>(values);
+  const BitsPack<N> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return values == values ? rounded : all<N>(kCanonicalBFloat16NaN);
 }
 
-// Nearest even. What rounds beyond 65504, infinities included, becomes 65504 and adds one to `saturated`.
-ASYNC_EMB_INLINE Float16 nearest_float16(float value, std::uint32_t& saturated) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  const std::uint32_t normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+// What lies beyond the largest fp16, infinities included, becomes 65504 and adds one to `saturated`; NaN becomes
+// canonical.
+template <int N>
+ASYNC_EMB_INLINE BitsPack<N> finish_float16(FloatPack<N> values, BitsPack<N> magnitude, BitsPack<N>& saturated) {
+  const BitsPack<N> sign = (bits_of<N>(values) >> 16) & 0x8000u;
+  const BitsPack<N> is_number = values == values ? all<N>(1u) : all<N>(0u);
+  const BitsPack<N> too_large = magnitude >= 0x7c00u ? is_number : all<N>(0u);
+  saturated += too_large;
+  const BitsPack<N> finite = (magnitude >= 0x7c00u ? all<N>(kLargestFloat16) : magnitude) | sign;
+  return values == values ? finite : all<N>(kCanonicalFloat16NaN);
+}
+
+template <int N>
+ASYNC_EMB_INLINE BitsPack<N> nearest_float16(FloatPack<N> values, BitsPack<N>& saturated) {
+  const BitsPack<N> magnitude = bits_of<N>(values) & 0x7fffffffu;
+  const BitsPack<N> normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
   // The last bit of 0.5 is worth 2^-24, one step of an fp16 subnormal: the addition rounds to it, to nearest even.
-  const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-  const std::uint32_t rounded = magnitude < (113u << 23) ? subnormal : normal;
-  const bool is_nan = magnitude > 0x7f800000u;
-  const bool too_large = !is_nan & (magnitude >= (113u << 23)) & (normal >= 0x7c00u);
-  saturated += too_large ? 1u : 0u;
-  const std::uint32_t finite = (too_large ? static_cast<std::uint32_t>(kLargestFloat16) : rounded) | sign;
-  return Float16{static_cast<std::uint16_t>(is_nan ? kCanonicalFloat16NaN : finite)};
+  const BitsPack<N> subnormal = bits_of<N>(floats_of<N>(magnitude) + 0.5f) - 0x3f000000u;
+  return finish_float16<N>(values, magnitude < (113u << 23) ? subnormal : normal, saturated);
 }
 
-// Rounds away from zero with the probability that the dropped bits give; `random` is uniform over all 32 bits.
-ASYNC_EMB_INLINE BFloat16 stochastic_bfloat16(float value, std::uint32_t random) {
-  const std::uint32_t bits = bits_of(value);
-  const bool is_finite = (bits & 0x7fffffffu) < 0x7f800000u;
-  const std::uint32_t rounded = (bits + (random >> 16)) >> 16;
-  return BFloat16{is_finite ? static_cast<std::uint16_t>(rounded) : nearest_bfloat16(value).bits};
+// ---- from fp32, away from zero with the probability that the dropped bits give; `random` is uniform over all 32 bits
+
+template <int N>
+ASYNC_EMB_INLINE BitsPack<N> stochastic_bfloat16(FloatPack<N> values, BitsPack<N> random) {
+  const BitsPack<N> bits = bits_of<N>(values);
+  const BitsPack<N> rounded = (bits + (random >> 16)) >> 16;
+  return (bits & 0x7fffffffu) < 0x7f800000u ? rounded : nearest_bfloat16<N>(values);
 }
 
-ASYNC_EMB_INLINE Float16 stochastic_float16(float value, std::uint32_t random, std::uint32_t& saturated) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  const std::uint32_t field = magnitude >> 23;
-  const std::uint32_t exponent = field == 0u ? 1u : field;
-  const std::uint32_t mantissa = (magnitude & 0x7fffffu) | (field == 0u ? 0u : 0x800000u);
-  // Below the smallest normal fp16 (biased exponent 113) more bits are dropped, one for each power of two. Beyond 31
-  // dropped bits the probability of rounding up is that of 31: less than 2^-7 of the smallest step either way.
-  const std::uint32_t below = exponent >= 113u ? 0u : 113u - exponent;
-  const std::uint32_t dropped = 13u + (below > 18u ? 18u : below);
-  const std::uint32_t kept = (mantissa + (random >> (32u - dropped))) >> dropped;
+template <int N>
+ASYNC_EMB_INLINE BitsPack<N> stochastic_float16(FloatPack<N> values, BitsPack<N> random, BitsPack<N>& saturated) {
+  const BitsPack<N> magnitude = bits_of<N>(values) & 0x7fffffffu;
+  const BitsPack<N> field = magnitude >> 23;
+  const BitsPack<N> exponent = field == 0u ? all<N>(1u) : field;
+  const BitsPack<N> mantissa = (magnitude & 0x7fffffu) | (field == 0u ? all<N>(0u) : all<N>(0x800000u));
+  // Below the smallest normal fp16 (biased exponent 113) one more bit is dropped for each power of two. Beyond 31 bits
+  // the probability of rounding up stays that of 31 bits, which is less than 2^-7.
+  const BitsPack<N> below = exponent >= 113u ? all<N>(0u) : 113u - exponent;
+  const BitsPack<N> dropped = 13u + (below > 18u ? all<N>(18u) : below);
+  const BitsPack<N> kept = (mantissa + (random >> (32u - dropped))) >> dropped;
   // The leading one of a normal `kept` is bit 10, and adds the one that the exponent still lacks.
-  const std::uint32_t rounded = kept + (exponent >= 113u ? (exponent - 113u) << 10 : 0u);
-  const bool is_nan = magnitude > 0x7f800000u;
-  const bool too_large = !is_nan & (rounded >= 0x7c00u);
-  saturated += too_large ? 1u : 0u;
-  const std::uint32_t finite = (too_large ? static_cast<std::uint32_t>(kLargestFloat16) : rounded) | sign;
-  return Float16{static_cast<std::uint16_t>(is_nan ? kCanonicalFloat16NaN : finite)};
+  const BitsPack<N> biased = exponent >= 113u ? (exponent - 113u) << 10 : all<N>(0u);
+  return finish_float16<N>(values, kept + biased, saturated);
 }
 
-// The two rounding rules by element type. fp32 keeps every bit, so it has no use for `random`.
-ASYNC_EMB_INLINE void store_nearest(float value, float* out, std::uint32_t&) { *out = canonical(value); }
-ASYNC_EMB_INLINE void store_nearest(float value, BFloat16* out, std::uint32_t&) { *out = nearest_bfloat16(value); }
-ASYNC_EMB_INLINE void store_nearest(float value, Float16* out, std::uint32_t& saturated) {
-  *out = nearest_float16(value, saturated);
+// ---- by element type
+
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> load(const float* from) {
+  return load_pack<FloatPack<N>>(from);
 }
-ASYNC_EMB_INLINE void store_stochastic(float value, std::uint32_t, float* out, std::uint32_t&) {
-  *out = canonical(value);
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> load(const BFloat16* from) {
+  return float_of_bfloat16<N>(widen<N>(load_pack<HalvesPack<N>>(from)));
 }
-ASYNC_EMB_INLINE void store_stochastic(float value, std::uint32_t random, BFloat16* out, std::uint32_t&) {
-  *out = stochastic_bfloat16(value, random);
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> load(const Float16* from) {
+  return float_of_float16<N>(widen<N>(load_pack<HalvesPack<N>>(from)));
 }
-ASYNC_EMB_INLINE void store_stochastic(float value, std::uint32_t random, Float16* out, std::uint32_t& saturated) {
-  *out = stochastic_float16(value, random, saturated);
+
+template <int N>
+ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, float* to, BitsPack<N>&) {
+  store_pack(canonical<N>(values), to);
+}
+template <int N>
+ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, BFloat16* to, BitsPack<N>&) {
+  store_pack(narrow<N>(nearest_bfloat16<N>(values)), to);
+}
+template <int N>
+ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, Float16* to, BitsPack<N>& saturated) {
+  store_pack(narrow<N>(nearest_float16<N>(values, saturated)), to);
+}
+
+// fp32 keeps every bit, so it has no use for `random`.
+template <int N>
+ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N>, float* to, BitsPack<N>&) {
+  store_pack(canonical<N>(values), to);
+}
+template <int N>
+ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, BFloat16* to, BitsPack<N>&) {
+  store_pack(narrow<N>(stochastic_bfloat16<N>(values, random)), to);
+}
+template <int N>
+ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, Float16* to, BitsPack<N>& saturated) {
+  store_pack(narrow<N>(stochastic_float16<N>(values, random, saturated)), to);
 }
 
 }  // namespace ASYNC_EMB_ISA

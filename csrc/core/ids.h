@@ -23,7 +23,7 @@ struct IdReport {
 ASYNC_EMB_INLINE std::int32_t clean_id(std::int64_t id, std::int64_t rows, IdPolicy policy, bool has_padding,
                                        std::int64_t padding_id, bool& is_padding, bool& is_bad) {
   is_padding = has_padding & (id == padding_id);
-  is_bad = !is_padding & ((id < 0) | (id >= rows));
+  is_bad = !is_padding && (id < 0 || id >= rows);
   // A table without rows has nothing to clamp to.
   const std::int64_t nearest = id < 0 ? (rows > 0 ? 0 : -1) : rows - 1;
   const std::int64_t replacement = policy == IdPolicy::kClamp ? nearest : -1;

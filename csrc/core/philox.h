@@ -31,11 +31,16 @@ ASYNC_EMB_INLINE Philox4 philox4x32(Philox4 counter, std::uint32_t key0, std::ui
   return Philox4{{x0, x1, x2, x3}};
 }
 
-// The numbers that round columns 4 * group .. 4 * group + 3 of a table row. Columns count over the whole logical row,
-// so that the numbers do not depend on how the columns are sharded.
-ASYNC_EMB_INLINE Philox4 rounding_bits(std::uint32_t seed, std::uint32_t rounding_step, std::uint32_t row,
-                                       std::uint32_t group) {
-  return philox4x32(Philox4{{row, group, rounding_step, 0u}}, seed, 0x61656d62u);
+// The numbers that round columns 4 * group .. 4 * (group + kGroups) - 1 of a table row. Columns count over the whole
+// logical row, so that the numbers do not depend on how the columns are sharded.
+template <int kGroups>
+ASYNC_EMB_INLINE void rounding_bits(std::uint32_t seed, std::uint32_t rounding_step, std::uint32_t row,
+                                    std::uint32_t group, std::uint32_t (&random)[4 * kGroups]) {
+  for (int g = 0; g < kGroups; ++g) {
+    const Philox4 draw =
+        philox4x32(Philox4{{row, group + static_cast<std::uint32_t>(g), rounding_step, 0u}}, seed, 0x61656d62u);
+    for (int k = 0; k < 4; ++k) random[4 * g + k] = draw.x[k];
+  }
 }
 
 }  // namespace ASYNC_EMB_ISA

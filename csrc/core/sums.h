@@ -15,47 +15,57 @@ inline namespace ASYNC_EMB_ISA {
 
 inline constexpr std::int64_t kOccurrencesPerBlock = 32;
 
-// One block: `sums` over occurrences [begin, end) of at most kColumns columns. This lane's columns are index(), index()
-// + lanes, ...; with one lane all kColumns exist, with several the columns from `columns` on do not.
-template <class Lanes, int kColumns, int kPerLane, class Grad>
-ASYNC_EMB_INLINE void sum_block(Lanes lanes, const Grad* ASYNC_EMB_RESTRICT grads, std::int64_t grad_row_stride,
+// One block: the sums over occurrences [begin, end) of kPacks packs of columns. Pack j of this lane is at column
+// (j * lanes + index) * N of those that `grads` points at.
+template <class Lanes, int N, int kPacks, class Grad>
+ASYNC_EMB_INLINE void sum_block(Lanes lanes, const Grad* grads, std::int64_t grad_row_stride,
                                 const std::int32_t* positions, std::int64_t begin, std::int64_t end,
-                                std::int64_t columns, float (&sums)[kPerLane]) {
-  const Grad* ASYNC_EMB_RESTRICT row = grads + positions[begin] * grad_row_stride;
-  for (int j = 0; j < kPerLane; ++j) {
-    const int column = j * Lanes::kCount + lanes.index();
-    sums[j] = Lanes::kCount == 1 || column < columns ? to_float(row[column]) : 0.0f;
-  }
+                                FloatPack<N> (&sums)[kPacks]) {
+  const Grad* row = grads + positions[begin] * grad_row_stride + lanes.index() * N;
+  for (int j = 0; j < kPacks; ++j) sums[j] = load<N>(row + j * Lanes::kCount * N);
   for (std::int64_t i = begin + 1; i < end; ++i) {
-    row = grads + positions[i] * grad_row_stride;
-    for (int j = 0; j < kPerLane; ++j) {
-      const int column = j * Lanes::kCount + lanes.index();
-      sums[j] += Lanes::kCount == 1 || column < columns ? to_float(row[column]) : 0.0f;
-    }
+    row = grads + positions[i] * grad_row_stride + lanes.index() * N;
+    for (int j = 0; j < kPacks; ++j) sums[j] += load<N>(row + j * Lanes::kCount * N);
   }
 }
 
-// kColumns columns of the sum; `grads` points at the first of them in the gradient row of token 0. At least one
-// occurrence.
-template <class Lanes, int kColumns, class Grad>
+// The sums over all occurrences, of which there is at least one, of kPacks packs of columns.
+template <class Lanes, int N, int kPacks, class Grad>
 ASYNC_EMB_INLINE void sum_tile(Lanes lanes, const Grad* grads, std::int64_t grad_row_stride,
-                               const std::int32_t* positions, std::int64_t occurrences, std::int64_t columns,
-                               float* ASYNC_EMB_RESTRICT sums) {
-  constexpr int kPerLane = (kColumns + Lanes::kCount - 1) / Lanes::kCount;
-  float total[kPerLane];
-  std::int64_t begin = 0;
+                               const std::int32_t* positions, std::int64_t occurrences, float* sums) {
+  FloatPack<N> total[kPacks];
   std::int64_t end = occurrences < kOccurrencesPerBlock ? occurrences : kOccurrencesPerBlock;
-  sum_block<Lanes, kColumns>(lanes, grads, grad_row_stride, positions, begin, end, columns, total);
+  sum_block<Lanes, N>(lanes, grads, grad_row_stride, positions, 0, end, total);
   while (end < occurrences) {
-    begin = end;
+    const std::int64_t begin = end;
     end = occurrences - begin < kOccurrencesPerBlock ? occurrences : begin + kOccurrencesPerBlock;
-    float block[kPerLane];
-    sum_block<Lanes, kColumns>(lanes, grads, grad_row_stride, positions, begin, end, columns, block);
-    for (int j = 0; j < kPerLane; ++j) total[j] += block[j];
+    FloatPack<N> block[kPacks];
+    sum_block<Lanes, N>(lanes, grads, grad_row_stride, positions, begin, end, block);
+    for (int j = 0; j < kPacks; ++j) total[j] += block[j];
   }
-  for (int j = 0; j < kPerLane; ++j) {
-    const int column = j * Lanes::kCount + lanes.index();
-    if (Lanes::kCount == 1 || column < columns) sums[column] = canonical(total[j]);
+  for (int j = 0; j < kPacks; ++j) {
+    store_pack(canonical<N>(total[j]), sums + (j * Lanes::kCount + lanes.index()) * N);
+  }
+}
+
+// Columns [column, width) in tiles of kPacks packs of N, then in tiles of half as many packs, then in smaller packs.
+// The last columns, fewer than there are lanes, go to the first lanes.
+template <class Lanes, int N, int kPacks, class Grad>
+ASYNC_EMB_INLINE void sum_columns(Lanes lanes, const Grad* grads, std::int64_t grad_row_stride, std::int64_t column,
+                                  std::int64_t width, const std::int32_t* positions, std::int64_t occurrences,
+                                  float* sums) {
+  constexpr int kTile = kPacks * N * Lanes::kCount;
+  for (; width - column >= kTile; column += kTile) {
+    sum_tile<Lanes, N, kPacks>(lanes, grads + column, grad_row_stride, positions, occurrences, sums + column);
+  }
+  if constexpr (kPacks > 1) {
+    sum_columns<Lanes, N, kPacks / 2>(lanes, grads, grad_row_stride, column, width, positions, occurrences, sums);
+  } else if constexpr (N > 1) {
+    sum_columns<Lanes, N / 2, 1>(lanes, grads, grad_row_stride, column, width, positions, occurrences, sums);
+  } else if constexpr (Lanes::kCount > 1) {
+    if (lanes.index() < width - column) {
+      sum_tile<Lanes, 1, 1>(lanes, grads + column, grad_row_stride, positions, occurrences, sums + column);
+    }
   }
 }
 
@@ -63,38 +73,8 @@ ASYNC_EMB_INLINE void sum_tile(Lanes lanes, const Grad* grads, std::int64_t grad
 template <class Lanes, class Grad>
 ASYNC_EMB_INLINE void sum_segment(Lanes lanes, const Grad* grads, std::int64_t grad_row_stride, std::int64_t width,
                                   const std::int32_t* positions, std::int64_t occurrences, float* sums) {
-  std::int64_t column = 0;
-  if constexpr (Lanes::kCount == 1) {
-    for (; column + 64 <= width; column += 64) {
-      sum_tile<Lanes, 64>(lanes, grads + column, grad_row_stride, positions, occurrences, 64, sums + column);
-    }
-    const std::int64_t left = width - column;
-    if (left & 32) {
-      sum_tile<Lanes, 32>(lanes, grads + column, grad_row_stride, positions, occurrences, 32, sums + column);
-      column += 32;
-    }
-    if (left & 16) {
-      sum_tile<Lanes, 16>(lanes, grads + column, grad_row_stride, positions, occurrences, 16, sums + column);
-      column += 16;
-    }
-    if (left & 8) {
-      sum_tile<Lanes, 8>(lanes, grads + column, grad_row_stride, positions, occurrences, 8, sums + column);
-      column += 8;
-    }
-    if (left & 4) {
-      sum_tile<Lanes, 4>(lanes, grads + column, grad_row_stride, positions, occurrences, 4, sums + column);
-      column += 4;
-    }
-    for (; column < width; ++column) {
-      sum_tile<Lanes, 1>(lanes, grads + column, grad_row_stride, positions, occurrences, 1, sums + column);
-    }
-  } else {
-    constexpr int kTile = 4 * Lanes::kCount;
-    for (; column < width; column += kTile) {
-      sum_tile<Lanes, kTile>(lanes, grads + column, grad_row_stride, positions, occurrences, width - column,
-                             sums + column);
-    }
-  }
+  constexpr int kPacks = Lanes::kCount == 1 ? 8 : 4;  // eight accumulators hide the latency of an addition
+  sum_columns<Lanes, kPack, kPacks>(lanes, grads, grad_row_stride, 0, width, positions, occurrences, sums);
 }
 
 // The sum of squares of each of the `count` subtrees that cover the shard's columns; levels as subtree_levels writes

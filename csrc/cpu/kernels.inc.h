@@ -190,7 +190,8 @@ ASYNC_EMB_BODY std::int64_t update_rows(const RowwiseAdagrad& args) {
           core::update_columns_stochastic(lanes, update, args.clip, grads, args.column_begin, args.width,
                                           static_cast<std::uint32_t>(row), args.seed, args.rounding_step, weights);
     } else {
-      saturated += core::update_columns_nearest(lanes, update, args.clip, grads, args.width, weights);
+      saturated +=
+          core::update_columns_nearest<OneLane, core::kPack>(lanes, update, args.clip, grads, 0, args.width, weights);
     }
   }
   return saturated;

@@ -15,6 +15,7 @@
 #endif
 
 #define ASYNC_EMB_ISA isa_avx2
+#define ASYNC_EMB_PACK 8
 #include "cpu/kernels.inc.h"
 
 #if defined(__clang__)

@@ -16,6 +16,7 @@
 #endif
 
 #define ASYNC_EMB_ISA isa_avx512
+#define ASYNC_EMB_PACK 16
 #include "cpu/kernels.inc.h"
 
 #if defined(__clang__)
