@@ -229,7 +229,8 @@ def _unknown_axis(mesh: Mesh | AbstractMesh, argument: str, axis: AxisName, clos
         advice += f" The closest is {closest[0]!r}."
     elif not mesh.shape:
         advice += f" {_MAKE_A_MESH}"
-    return Problem(f"async_emb axis {axis!r} is not a mesh axis of {mesh}", (advice,))
+    shown = repr(axis) if isinstance(axis, str) else show(axis)
+    return Problem(f"async_emb axis {shown} is not a mesh axis of {mesh}", (advice,))
 
 
 def _is_set(value: object) -> TypeGuard[Set[object]]:

@@ -58,8 +58,8 @@ def _better_values(arguments: Arguments, group_size: int, upper: bool) -> dict[s
     if tokens is not None:
         changes["tokens_per_batch"] = tokens = nearest_multiples(tokens, group_size, MAX_TOKENS)[upper]
     if num_unique is not None:
-        # No useful number is near a non-positive one; that every token has an id of its own always fits.
-        wanted = tokens if num_unique < 1 and tokens is not None else num_unique
+        # Near zero or the limit lies nothing useful; room for every token to have an id of its own always is enough.
+        wanted = tokens if tokens is not None and not 1 <= num_unique <= MAX_TOKENS else num_unique
         changes["num_unique"] = nearest_multiples(wanted, 1, MAX_TOKENS)[upper]
     if per_node is not None:
         changes["num_devices_per_node"] = nearest_divisors(per_node, arguments.mesh.devices.size)[upper]

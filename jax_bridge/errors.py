@@ -97,5 +97,10 @@ def show(value: object) -> str:
         return inside if isinstance(value, set) and value else f"{type(value).__name__}({inside if value else ''})"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"{hex(value)[: 12 + (value < 0)]}... ({value.bit_length()} bits)"
-    text = " ".join(repr(value).split())
+    try:
+        text = repr(value)
+    except Exception as error:  # Not ours to fail on: an argument is being refused already.
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    if "\n" in text:
+        text = " ".join(text.split())
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -74,7 +74,9 @@ def pad_width(width: int, group_size: int) -> int:
 
 
 def _checked_axes(mesh: Mesh, argument: str, value: AxisNames) -> Sequence[Hashable]:
+    if problems := mesh_problems(mesh):
+        raise_problems(problems)
     reading = read_axes(mesh, argument, value)
-    if problems := (*mesh_problems(mesh), *reading.problems):
+    if problems := (*reading.problems, *reading.unknown):
         raise_problems(problems)
     return reading.names
