@@ -1,0 +1,121 @@
+"""Calls of the native handlers from traced code: types that say what varies over the mesh, and transformations that say no.
+
+Results of ``jax.ffi.ffi_call`` count as replicated inside ``jax.shard_map``. Where they are not, ``jax.grad`` would silently give
+wrong gradients of replicated parameters, so ``call`` states for every result whether it varies over the table axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .errors import AsyncEmbError
+from .runtime import native
+
+Axes = tuple[Any, ...]
+
+
+class TransformationError(AsyncEmbError, NotImplementedError):
+    """A JAX transformation met an operation that it cannot go through. The message names a route that works."""
+
+
+def varies(x: Any) -> frozenset[Any]:
+    """The mesh axes over which ``x`` varies, as far as ``shard_map`` tracks them (``check_vma=True``)."""
+    aval = jax.typeof(x)
+    # The type's name for it has changed: `vma` before it became part of the manual axis type.
+    manual_axis_type = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual_axis_type is None else manual_axis_type.varying)
+
+
+def as_varying(x: Any, axes: Axes) -> Any:
+    """``x`` with a type that varies over ``axes``; outside of ``shard_map`` and with ``check_vma=False``, ``x``."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    missing = tuple(axis for axis in axes if axis in manual and axis not in varies(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def call(
+    target: str,
+    operation: str,
+    operands: Sequence[Any],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    axes: Axes,
+    replicated: Sequence[int] = (),
+    aliases: Mapping[int, int] | None = None,
+    side_effect: bool = True,
+    attrs: Mapping[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """Calls a native handler.
+
+    Args:
+        target: name of the handler.
+        operation: the public function that the user has called, for messages.
+        operands: arrays; their types become varying over ``axes``.
+        results: shapes and dtypes. They vary over ``axes``, and over what the operands vary over, except ``replicated``.
+        axes: the table axes.
+        replicated: indices of results that are the same on every shard.
+        aliases: operand index to result index, for what works in place.
+        side_effect: run the call even where nobody reads its results, and merge no two of them.
+        attrs: attributes of the call.
+    """
+    native()  # registers the handlers
+    operands = refuse_transformations(operation, [as_varying(x, axes) for x in operands])
+    common: frozenset[Any] = frozenset().union(*(varies(x) for x in operands))
+    operands = [as_varying(x, tuple(common)) for x in operands]
+    out = jax.ffi.ffi_call(
+        target, list(results), has_side_effect=side_effect, input_output_aliases=dict(aliases) if aliases else None
+    )(*operands, **(attrs or {}))
+    return tuple(x if i in replicated else as_varying(x, tuple(common)) for i, x in enumerate(out))
+
+
+_SUPPORTED_ROUTE = {
+    "lookup_start": "differentiate the loss with respect to the rows that lookup_done returns, and hand their gradient to "
+    "stage_update",
+    "lookup_done": "differentiate the loss with respect to the rows that it returns, and hand their gradient to stage_update",
+    "stage_update": "call it outside of the differentiated function, on the gradient of the rows",
+    "depend": "order a whole batch at once",
+}
+_OTHER_ROUTE = "call it outside of the transformed function"
+
+
+def refuse_transformations(operation: str, operands: Sequence[Any]) -> list[Any]:
+    """``operands``, through which neither differentiation nor ``vmap`` goes."""
+    return list(_refuse_p.bind(*operands, operation=operation))
+
+
+def _refused(operation: str, transformation: str, what: str) -> TransformationError:
+    if transformation == "vmap":
+        route = "give it the whole batch in one call: ids of any shape are looked up at once"
+    else:
+        route = _SUPPORTED_ROUTE.get(operation, _OTHER_ROUTE)
+    return TransformationError(f"async_emb {operation} cannot be {what}: {route}")
+
+
+def _refuse_jvp(primals: Any, tangents: Any, *, operation: str) -> Any:
+    raise _refused(operation, "jvp", "differentiated (jax.grad, jax.jvp, jax.jacfwd, jax.jacrev)")
+
+
+def _refuse_batching(args: Any, dims: Any, *, operation: str) -> Any:
+    raise _refused(operation, "vmap", "mapped with jax.vmap")
+
+
+# An identity in the program, gone when it is lowered.
+_refuse_p = Primitive("async_emb_operands")
+_refuse_p.multiple_results = True
+_refuse_p.def_impl(lambda *args, operation: list(args))
+_refuse_p.def_abstract_eval(lambda *avals, operation: list(avals))
+ad.primitive_jvps[_refuse_p] = _refuse_jvp
+batching.primitive_batchers[_refuse_p] = _refuse_batching
+mlir.register_lowering(_refuse_p, lambda context, *operands, operation: list(operands))
+
+
+def shape_of(x: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of ``x``, without what it varies over."""
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if dtype is None else dtype)

@@ -1,0 +1,350 @@
+"""The per-shard operations, called inside ``jax.shard_map`` over the mesh of the handle.
+
+Every operation is a pair: a start, which returns at once, and a done, which gives the result. ``gate`` and ``pin`` (float32
+[1], P(data_axis)) carry order: an operation runs after its gate, and its pin is there when it has been issued. See
+``docs/step.md`` for one training step.
+
+| argument or result | shape on a shard | dtype | spec |
+|---|---|---|---|
+| token_ids | any, tokens_per_rank elements | int32, or int64 with x64 | P(data_axis) |
+| table | [rows, shard_width] | the handle's | P(None, table_axis) |
+| rows, grads | [tokens_per_rank, emb_width] | the handle's | P(data_axis, None) |
+| segment_ids | [tokens_per_rank] | int32 | P(data_axis) |
+| unique_tokens | [num_unique] | int32 | P() |
+| row_state, last_step | [rows] | float32, int32 | P() |
+| step, pending, valid, norm | [] | int32, bool or int32, int32, float32 | P() |
+| gate, pin | [1] | float32 | P(data_axis) |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .context import AsyncEmbContextHandle
+from .errors import ContextError
+from .ffi import call, shape_of
+from .runtime import open_context
+
+_PIN = jax.ShapeDtypeStruct((1,), np.float32)
+_FLOAT = jax.ShapeDtypeStruct((), np.float32)
+_INT = jax.ShapeDtypeStruct((), np.int32)
+
+
+def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextHandle) -> tuple[Any, Any]:
+    """Starts to look up ``token_ids`` in ``table``.
+
+    Returns:
+        ``(table, pin)``: the same table, to use from here on, and the pin of this lookup.
+
+    Raises:
+        ContextError: shapes or dtypes that do not fit the handle.
+    """
+    open_context(handle)
+    _require(handle, "token_ids", token_ids, dtypes=(np.int32, np.int64), elements=handle.tokens_per_rank)
+    _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
+    gate = _gate(handle, gate)
+    context = {"context_id": np.int64(handle.context_id)}
+    (pin,) = call(
+        "async_emb_lookup_begin",
+        "lookup_start",
+        [token_ids, gate],
+        [_PIN],
+        axes=handle.table_axis,
+        attrs=context | {"rows": np.int64(table.shape[0])},
+    )
+    (table,) = call(
+        "async_emb_lookup_lease",
+        "lookup_start",
+        [table, pin],
+        [shape_of(table)],
+        axes=handle.table_axis,
+        aliases={0: 0},
+        attrs=context,
+    )
+    return table, pin
+
+
+def lookup_done(pin: Any, handle: AsyncEmbContextHandle, *, token_ids: Any = None) -> Any:
+    """The rows of the lookup that ``pin`` belongs to: [tokens_per_rank, emb_width], bit for bit as in the table.
+
+    Args:
+        pin: of the last ``lookup_start``; an older one is refused.
+        handle: the handle.
+        token_ids: the ids that the rows are wanted for. If they are not the ids that were looked up, the call is refused.
+    """
+    open_context(handle)
+    pin = _gate(handle, pin, "pin")
+    rows = jax.ShapeDtypeStruct((handle.tokens_per_rank, handle.emb_width), handle.dtype)
+    operands = [pin]
+    target = "async_emb_lookup_done"
+    if token_ids is not None:
+        _require(handle, "token_ids", token_ids, dtypes=(np.int32, np.int64), elements=handle.tokens_per_rank)
+        operands.append(token_ids)
+        target = "async_emb_lookup_done_checked"
+    (out,) = call(target, "lookup_done", operands, [rows], axes=handle.table_axis, attrs=_context(handle))
+    return out
+
+
+def stage_update(
+    grads: Any, segment_ids: Any, unique_tokens: Any, pending: Any, gate: Any, handle: AsyncEmbContextHandle
+) -> Any:
+    """Hands over the gradient rows of the last lookup that was consumed. The next update start takes them.
+
+    Args:
+        grads: gradient of the loss with respect to the rows of ``lookup_done``.
+        segment_ids: each token's index into ``unique_tokens``, -1 for a token that is not trained; or None.
+        unique_tokens: the batch's distinct rows, ascending, padded with the number of rows; or None. With both None the
+            context finds the distinct ids itself, on the side.
+        pending: whether to apply the update; 0 or False skips it, and counts the skip.
+        gate: what to wait for.
+        handle: the handle.
+
+    Returns:
+        a pin.
+    """
+    open_context(handle)
+    grads = lax.stop_gradient(grads)
+    _require(handle, "grads", grads, dtypes=(handle.dtype,), shape=(handle.tokens_per_rank, handle.emb_width))
+    pending = jnp.asarray(pending)
+    _require(handle, "pending", pending, dtypes=(np.int32, np.bool_), elements=1)
+    if (segment_ids is None) != (unique_tokens is None):
+        raise ContextError("async_emb stage_update: give both segment_ids and unique_tokens, or None for both")
+    operands = [grads, lax.stop_gradient(pending), _gate(handle, gate)]
+    target = "async_emb_stage_update"
+    if segment_ids is not None:
+        _require(handle, "segment_ids", segment_ids, dtypes=(np.int32,), shape=(handle.tokens_per_rank,))
+        _require(handle, "unique_tokens", unique_tokens, dtypes=(np.int32,), shape=(handle.num_unique,))
+        operands[1:1] = [segment_ids, unique_tokens]
+        target = "async_emb_stage_update_segments"
+    (pin,) = call(target, "stage_update", operands, [_PIN], axes=handle.table_axis, attrs=_context(handle))
+    return pin
+
+
+def rowwise_adagrad_update_start(
+    table: Any,
+    row_state: Any,
+    gate: Any,
+    handle: AsyncEmbContextHandle,
+    *,
+    learning_rate: Any,
+    eps: Any,
+    decay_factor: Any,
+    weight_decay_factor: Any = 1.0,
+    max_grad_norm: Any = None,
+    rounding: str = "nearest",
+    seed: Any = None,
+    rounding_step: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Starts to apply the staged gradients, in place, by row-wise Adagrad (design of the rule: ``docs/numerics.md``).
+
+    For every row of the batch, with G the sum of its gradient rows and D the logical width, in fp32:
+    ``a = a * decay_factor + sum(G**2) / D``; ``w = round(w * weight_decay_factor - learning_rate / (sqrt(a) + eps) * G)``.
+    Row-wise Adagrad is Adagrad (Duchi et al. 2011) with one accumulator for each row, as in FBGEMM's exact row-wise Adagrad.
+
+    Args:
+        table, row_state: to update in place; use what is returned from here on.
+        gate: what to wait for.
+        handle: the handle.
+        learning_rate, eps, decay_factor, weight_decay_factor: numbers, or float32 scalars: changing them recompiles nothing.
+        max_grad_norm: scales gradients so that their global norm is at most this; None for no limit.
+        rounding: "nearest" or "stochastic", of the stored weights.
+        seed, rounding_step: with "stochastic", uint32 scalars that key the generator.
+
+    Returns:
+        ``(table, row_state, pin)``.
+    """
+    _require_state(handle, table, row_state)
+    pin = _update_begin(
+        handle,
+        gate,
+        [learning_rate, eps, decay_factor, weight_decay_factor],
+        step=0,
+        lazy=False,
+        max_grad_norm=max_grad_norm,
+        rounding=rounding,
+        seed=seed,
+        rounding_step=rounding_step,
+    )
+    table, row_state = call(
+        "async_emb_update_lease",
+        "rowwise_adagrad_update_start",
+        [table, row_state, pin],
+        [shape_of(table), shape_of(row_state)],
+        axes=handle.table_axis,
+        replicated=(1,),
+        aliases={0: 0, 1: 1},
+        attrs=_context(handle),
+    )
+    return table, row_state, pin
+
+
+def rowwise_adagrad_lazy_update_start(
+    table: Any,
+    row_state: Any,
+    last_step: Any,
+    step: Any,
+    gate: Any,
+    handle: AsyncEmbContextHandle,
+    *,
+    learning_rate: Any,
+    eps: Any,
+    accum_decay_rate: Any,
+    weight_decay_rate: Any,
+    max_grad_norm: Any = None,
+    rounding: str = "nearest",
+    seed: Any = None,
+    rounding_step: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """As ``rowwise_adagrad_update_start``, with decay by the steps since a row was last touched.
+
+    With ``delta = max(0, step - last_step)`` of the row: ``decay_factor = exp(-accum_decay_rate * delta)``,
+    ``weight_decay_factor = exp(-weight_decay_rate * delta)``, and then ``last_step = step``.
+
+    Args:
+        last_step: int32 [rows], updated in place.
+        step: int32 scalar.
+        accum_decay_rate, weight_decay_rate: per step; numbers or float32 scalars.
+
+    Returns:
+        ``(table, row_state, last_step, pin)``.
+    """
+    _require_state(handle, table, row_state)
+    _require(handle, "last_step", last_step, dtypes=(np.int32,), shape=(table.shape[0],))
+    pin = _update_begin(
+        handle,
+        gate,
+        [learning_rate, eps, accum_decay_rate, weight_decay_rate],
+        step=step,
+        lazy=True,
+        max_grad_norm=max_grad_norm,
+        rounding=rounding,
+        seed=seed,
+        rounding_step=rounding_step,
+    )
+    table, row_state, last_step = call(
+        "async_emb_update_lease_lazy",
+        "rowwise_adagrad_lazy_update_start",
+        [table, row_state, last_step, pin],
+        [shape_of(table), shape_of(row_state), shape_of(last_step)],
+        axes=handle.table_axis,
+        replicated=(1, 2),
+        aliases={0: 0, 1: 1, 2: 2},
+        attrs=_context(handle),
+    )
+    return table, row_state, last_step, pin
+
+
+def rowwise_adagrad_update_done(gate: Any, handle: AsyncEmbContextHandle) -> tuple[Any, Any, Any, Any]:
+    """Waits for the update that was started last.
+
+    Returns:
+        ``(norm, valid, pending, pin)``: the global gradient norm before clipping, whether the update was applied (its norm
+        was finite and it was staged with pending), and whether one had been staged.
+    """
+    open_context(handle)
+    norm, valid, pending, pin = call(
+        "async_emb_update_done",
+        "rowwise_adagrad_update_done",
+        [_gate(handle, gate)],
+        [_FLOAT, _INT, _INT, _PIN],
+        axes=handle.table_axis,
+        replicated=(0, 1, 2),
+        attrs=_context(handle),
+    )
+    return norm, valid, pending, pin
+
+
+def _update_begin(
+    handle: AsyncEmbContextHandle,
+    gate: Any,
+    numbers: list[Any],
+    *,
+    step: Any,
+    lazy: bool,
+    max_grad_norm: Any,
+    rounding: str,
+    seed: Any,
+    rounding_step: Any,
+) -> Any:
+    open_context(handle)
+    if rounding not in ("nearest", "stochastic"):
+        raise ContextError(f"async_emb rounding={rounding!r} must be 'nearest' or 'stochastic'")
+    stochastic = rounding == "stochastic"
+    if stochastic and (seed is None or rounding_step is None):
+        raise ContextError("async_emb rounding='stochastic' needs seed and rounding_step, so that it can be repeated")
+    clips = max_grad_norm is not None
+    operands = [
+        _gate(handle, gate),
+        *(_scalar(x, np.float32) for x in numbers),
+        _scalar(max_grad_norm if clips else 0.0, np.float32),
+        _scalar(step, np.int32),
+        _scalar(seed if stochastic else 0, np.uint32),
+        _scalar(rounding_step if stochastic else 0, np.uint32),
+    ]
+    (pin,) = call(
+        "async_emb_update_begin",
+        "rowwise_adagrad_lazy_update_start" if lazy else "rowwise_adagrad_update_start",
+        operands,
+        [_PIN],
+        axes=handle.table_axis,
+        attrs=_context(handle) | {"lazy": lazy, "clips": clips, "stochastic_rounding": stochastic},
+    )
+    return pin
+
+
+def _context(handle: AsyncEmbContextHandle) -> dict[str, Any]:
+    return {"context_id": np.int64(handle.context_id)}
+
+
+def _scalar(x: Any, dtype: Any) -> Any:
+    return lax.stop_gradient(jnp.reshape(jnp.asarray(x, dtype), ()))
+
+
+def _gate(handle: AsyncEmbContextHandle, gate: Any, name: str = "gate") -> Any:
+    _require(handle, name, gate, dtypes=(np.float32,), shape=(1,))
+    return lax.stop_gradient(gate)
+
+
+def _require_state(handle: AsyncEmbContextHandle, table: Any, row_state: Any) -> None:
+    _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
+    _require(handle, "row_state", row_state, dtypes=(np.float32,), shape=(table.shape[0],))
+
+
+def _require(
+    handle: AsyncEmbContextHandle,
+    name: str,
+    x: Any,
+    *,
+    dtypes: tuple[Any, ...],
+    shape: tuple[int | None, ...] | None = None,
+    elements: int | None = None,
+) -> None:
+    actual = tuple(np.shape(x))
+    fits = any(np.dtype(x.dtype) == np.dtype(dtype) for dtype in dtypes)
+    if shape is not None:
+        fits = fits and len(actual) == len(shape)
+        fits = fits and all(want is None or got == want for got, want in zip(actual, shape, strict=True))
+    if elements is not None:
+        fits = fits and math.prod(actual) == elements
+    if fits:
+        return
+    wanted_shape = (
+        f"{elements} elements" if shape is None else "[" + ", ".join("rows" if n is None else str(n) for n in shape) + "]"
+    )
+    wanted_dtype = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+    error = ContextError(
+        f"async_emb {handle.name!r}: {name} is {np.dtype(x.dtype).name}{list(actual)} on a shard, but the handle needs "
+        f"{wanted_dtype} with {wanted_shape}"
+    )
+    error.add_note(
+        "Call the operation inside jax.shard_map over the handle's mesh (a plain jit hands over whole arrays), with the "
+        f"specs of its documentation, and make the handle for these sizes: tokens_per_batch={handle.tokens_per_batch}, "
+        f"emb_width={handle.emb_width}, num_unique={handle.num_unique}, dtype={handle.dtype.name}."
+    )
+    raise error

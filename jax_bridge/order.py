@@ -1,0 +1,73 @@
+"""Order between calls and dense compute.
+
+XLA orders by data alone. A pin is data that a call returns, a gate is data that a call waits for; ``depend`` makes any array
+wait for a pin. It is an identity on an aliased buffer: no copy, no change of a bit (``x + 0 * pin`` would lose -0.0 and NaN
+payloads), and unlike ``lax.optimization_barrier`` it is still there when the program runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .ffi import as_varying, call, shape_of, varies
+
+Tree = TypeVar("Tree")
+
+
+def depend(x: Tree, pin: Any, *, axes: tuple[Any, ...] = ()) -> Tree:
+    """``x``, which is not used before ``pin`` is there. Differentiable: the gradient passes unchanged.
+
+    Args:
+        x: an array or a tree of arrays, of any shape and dtype.
+        pin: float32 [1].
+        axes: mesh axes over which the results shall vary besides those that ``x`` varies over.
+    """
+    pin = lax.stop_gradient(pin)
+    return jax.tree.map(lambda leaf: _depend_leaf(as_varying(jnp.asarray(leaf), axes), pin), x)
+
+
+@jax.custom_jvp
+def _depend_leaf(x: Any, pin: Any) -> Any:
+    before = varies(x)
+    everything = tuple(before | varies(pin))
+    (out,) = call(
+        "async_emb_depend",
+        "depend",
+        [x, pin],
+        [shape_of(x)],
+        axes=everything,
+        replicated=(0,),
+        aliases={0: 0},
+        side_effect=False,
+    )
+    return as_varying(out, tuple(before))
+
+
+@_depend_leaf.defjvp
+def _depend_leaf_jvp(primals: Any, tangents: Any) -> Any:
+    return _depend_leaf(*primals), tangents[0]
+
+
+def mark(x: Any, label: str) -> Any:
+    """``x``, and an event ``label`` in the recorded timeline when ``x`` has been computed. For looking at overlap.
+
+    Args:
+        x: an array of any shape and dtype. Not differentiable.
+        label: the event's name.
+    """
+    before = varies(x)
+    (out,) = call(
+        "async_emb_mark",
+        "mark",
+        [x],
+        [shape_of(x)],
+        axes=tuple(before),
+        replicated=(0,),
+        aliases={0: 0},
+        attrs={"label": label},
+    )
+    return as_varying(out, tuple(before))

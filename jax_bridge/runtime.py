@@ -1,0 +1,198 @@
+"""The process's side of a context: opening, closing, errors that are waiting, counters, and the recorded timeline.
+
+Contexts live in the native module, found there by ``context_id`` and device. The per-shard operations open theirs while they
+are traced, so most programs never call ``open_context``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from .context import AsyncEmbContextHandle
+from .errors import ContextError, IdError, PipelineError
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+
+@functools.cache
+def native() -> Any:
+    """The native module, with its FFI handlers registered. Imported on first use, so that importing jax_bridge is cheap."""
+    import torch_ext
+
+    # jaxlib's own version of the FFI, from the header it ships: a newer handler would end the process at backend start.
+    header = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    major, minor = (int(re.search(rf"XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))  # type: ignore[index]
+    torch_ext.require_ffi_api(torch_ext.build_info()["ffi_api"], (major, minor))
+
+    module: Any = torch_ext.native()
+    for name, handler in module.ffi_targets().items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return module
+
+
+def timeout_seconds() -> float:
+    """How long one wait may last: ``ASYNC_EMB_TIMEOUT_SECONDS``, 1800 where it is not set. Read when a context opens."""
+    text = os.environ.get("ASYNC_EMB_TIMEOUT_SECONDS")
+    if text is None:
+        return DEFAULT_TIMEOUT_SECONDS
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise ContextError(f"ASYNC_EMB_TIMEOUT_SECONDS={text!r} is not a positive number of seconds")
+    return value
+
+
+def open_context(handle: AsyncEmbContextHandle) -> None:
+    """Opens the native context of a handle in this process; does nothing where it is open already.
+
+    Raises:
+        ContextError: a device of the mesh is not a CPU device of this process, or the name is taken by another context.
+    """
+    module = native()
+    if module.is_open(handle.context_id):
+        return
+    _require_local_cpu_devices(handle)
+    try:
+        module.open_context(
+            {
+                "context_id": handle.context_id,
+                "key": handle.key(),
+                "name": handle.name,
+                "group_size": handle.group_size,
+                "devices": list(handle.flatten_replicas),
+                "token_blocks": list(handle.token_blocks),
+                "tokens_per_rank": handle.tokens_per_rank,
+                "emb_width": handle.emb_width,
+                "logical_width": handle.logical_width,
+                "num_unique": handle.num_unique,
+                "dtype": handle.dtype.name,
+                "id_policy": handle.id_policy,
+                "padding_id": handle.padding_id,
+                "lookup_only": handle.purpose == "lookup",
+                "timeout_seconds": timeout_seconds(),
+            }
+        )
+    except (RuntimeError, MemoryError) as error:
+        raise ContextError(f"async_emb context {handle.name!r} cannot be opened: {error}") from error
+
+
+def is_open(handle: AsyncEmbContextHandle) -> bool:
+    """Whether the handle's context is open in this process."""
+    return bool(native().is_open(handle.context_id))
+
+
+def close_context(handle: AsyncEmbContextHandle) -> None:
+    """Lets running work end, answers calls that still wait with an error, and forgets the context. Closing twice is fine."""
+    native().close_context(handle.context_id)
+
+
+def abort_context(handle: AsyncEmbContextHandle, reason: str) -> None:
+    """Ends every wait of the context with an error that says ``reason``. Every later call fails until it is closed and opened."""
+    _call(native().abort_context, handle.context_id, reason)
+
+
+def check(handle: AsyncEmbContextHandle) -> None:
+    """Raises what the context has to say: a call that came at the wrong time, or ids that the policy "error" met.
+
+    Call it when the steps that were dispatched have finished (``jax.block_until_ready``). Raising clears the error; tables
+    and state are valid.
+
+    Raises:
+        PipelineError: a call was refused; nothing was applied from there on.
+        IdError: ids outside of the table, or more unique ids than ``num_unique``; they were dropped.
+    """
+    module = native()
+    refusal = _call(module.take_refusal, handle.context_id)
+    problem = _call(module.take_id_problem, handle.context_id)
+    if refusal is not None:
+        raise PipelineError(refusal)
+    if problem is not None:
+        raise _id_error(handle, problem)
+
+
+def stats(handle: AsyncEmbContextHandle) -> dict[str, float]:
+    """Counters since the context was opened, over the ranks of this process.
+
+    Counts: ``lookups``, ``tokens``, ``updates`` (applied), ``skipped_updates``, ``trained_tokens``, ``unique_tokens``,
+    ``bad_ids``, ``padding_ids``, ``saturated`` (fp16 stores), ``refused_calls``, and the native calls of each kind
+    (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``arena_bytes``. ``unique_share`` is unique over
+    trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks.
+    """
+    counts: dict[str, float] = dict(_call(native().stats, handle.context_id))
+    counts["unique_share"] = counts["unique_tokens"] / max(counts["trained_tokens"], 1)
+    ranks = len(handle.flatten_replicas)
+    counts["exposed_wait_seconds"] = counts.pop("exposed_wait_ns") * 1e-9 / ranks
+    return counts
+
+
+class TimelineEvent(NamedTuple):
+    """One event. Times are nanoseconds of a steady clock; events are listed in the order in which they happened."""
+
+    name: str
+    table: str
+    device: int
+    step: int
+    nanoseconds: int
+
+
+def start_timeline() -> None:
+    """Records what every context and every ``mark`` does from now on, process-wide."""
+    native().start_timeline()
+
+
+def stop_timeline() -> list[TimelineEvent]:
+    """Ends the recording and returns it."""
+    return [TimelineEvent(*event) for event in native().stop_timeline()]
+
+
+def _call(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        raise PipelineError(str(error)) from None
+
+
+def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError:
+    if problem["too_many_unique"]:
+        error = IdError(
+            f"async_emb {handle.name!r}: the batch of update step {problem['step']} has {problem['unique']} unique ids, "
+            f"more than num_unique={handle.num_unique}"
+        )
+        error.add_note(
+            f"The {handle.num_unique} smallest were trained. Raise num_unique; "
+            f"{handle.tokens_per_batch} (tokens_per_batch) is always enough."
+        )
+        return error
+    error = IdError(
+        f"async_emb {handle.name!r}: token id {problem['id']} at position {problem['position']} of lookup step "
+        f"{problem['step']} is outside of the table's rows [0, {problem['rows']})"
+    )
+    error.add_note(
+        "It was dropped: its row read as zeros and its gradient went nowhere. Fix the ids, or choose id_policy='drop' or "
+        "'clamp', or name it as padding_id."
+    )
+    return error
+
+
+def _require_local_cpu_devices(handle: AsyncEmbContextHandle) -> None:
+    for device in handle.mesh.devices.flat:
+        if device.platform != "cpu":
+            raise ContextError(
+                f"async_emb context {handle.name!r}: device {device} of the mesh is a {device.platform} device, but this "
+                "build of the native module has kernels for cpu only"
+            )
+        if device.process_index != jax.process_index():
+            raise ContextError(
+                f"async_emb context {handle.name!r}: device {device} of the mesh belongs to process "
+                f"{device.process_index}, but this is process {jax.process_index()}: tables over several processes are "
+                "not supported yet; make the mesh of one process's devices"
+            )
