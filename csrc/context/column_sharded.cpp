@@ -60,6 +60,21 @@ void ColumnSharded::gather(const BatchIds& batch, std::span<const void* const> t
   kernels_.gather_rows(job);
 }
 
+void ColumnSharded::fill_refused(void* destination) const {
+  const std::int64_t count = spec_.tokens_per_rank * spec_.emb_width;
+  switch (spec_.dtype) {
+    case core::DType::kFloat32:
+      std::fill_n(static_cast<std::uint32_t*>(destination), count, core::kCanonicalNaN);
+      break;
+    case core::DType::kBFloat16:
+      std::fill_n(static_cast<std::uint16_t*>(destination), count, core::kCanonicalBFloat16NaN);
+      break;
+    case core::DType::kFloat16:
+      std::fill_n(static_cast<std::uint16_t*>(destination), count, core::kCanonicalFloat16NaN);
+      break;
+  }
+}
+
 void ColumnSharded::index(BatchIds& batch) const {
   cpu::UniqueIds job;
   job.ids = batch.ids.as<std::int32_t>();

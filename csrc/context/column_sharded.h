@@ -28,6 +28,9 @@ class ColumnSharded {
   void gather(const BatchIds& batch, std::span<const void* const> tables, int rank, int part, int parts,
               void* destination) const;
 
+  // What a lookup gives that was refused: NaN, so that no step takes it for rows and its gradients are never applied.
+  void fill_refused(void* destination) const;
+
   // Finds the distinct ids of the batch and where they occur.
   void index(BatchIds& batch) const;
   // Canonical sums of the gradient rows over this rank's columns, and its subtrees of the row statistic.

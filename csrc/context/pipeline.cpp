@@ -293,7 +293,7 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
     if (refuses(me, std::move(refusal), "lookup_done") || round.is_void) {
       if (round.is_void && me.machine.lookup().pending()) consume_lookup(rank, round);
       lock.unlock();
-      std::memset(data_of(rows), 0, work_.lookup_bytes());
+      work_.fill_refused(data_of(rows));
       completion(nullptr);
       return;
     }
@@ -672,7 +672,7 @@ void Pipeline::finish_void(LookupRound& round) {
     LookupRound::Rank& mine = round.ranks[rank];
     later(mine.lease);
     if (!mine.done) continue;
-    std::memset(mine.out, 0, work_.lookup_bytes());
+    work_.fill_refused(mine.out);
     consume_lookup(rank, round);
     later(mine.done);
   }

@@ -9,6 +9,7 @@ XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call);
@@ -28,6 +29,7 @@ inline constexpr Target kTargets[] = {
     {"async_emb_lookup_lease", lookup_lease},
     {"async_emb_lookup_done", lookup_done},
     {"async_emb_lookup_done_checked", lookup_done_checked},
+    {"async_emb_lookup_now", lookup_now},
     {"async_emb_stage_update", stage_update},
     {"async_emb_stage_update_segments", stage_update_segments},
     {"async_emb_update_begin", update_begin},

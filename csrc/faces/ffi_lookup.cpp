@@ -1,4 +1,8 @@
 // Lookups as XLA calls them. Translation and checks of form only; the pipeline decides everything else.
+#include <memory>
+#include <mutex>
+#include <optional>
+
 #include "faces/ffi_handlers.h"
 #include "faces/ffi_support.h"
 
@@ -39,7 +43,48 @@ ffi::Future done_checked(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::
   });
 }
 
+// A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it. Complete when
+// the rows are there and no peer reads this shard any more.
+ffi::Future now(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
+                std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    const context::Member member = context::find_member(context_id, device);
+    const DLTensor shard = view(table);
+    const float pin = member.pipeline->lookup_begin(member.rank, view(token_ids), shard.ndim == 2 ? shard.shape[0] : 0);
+    struct Halves {
+      std::mutex mutex;
+      int left = 2;
+      std::optional<context::Failure> failure;
+      context::Completion whole;
+    };
+    auto halves = std::make_shared<Halves>();
+    halves->whole = std::move(completion);
+    const context::Completion half = [halves](const context::Failure* failure) {
+      {
+        std::lock_guard lock(halves->mutex);
+        if (failure != nullptr) halves->failure = *failure;
+        if (--halves->left > 0) return;
+      }
+      halves->whole(halves->failure ? &*halves->failure : nullptr);
+    };
+    member.pipeline->lookup_done(member.rank, pin, nullptr, view(*rows), half);
+    member.pipeline->lookup_lease(member.rank, shard, half);
+  });
+}
+
 }  // namespace
+
+XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
+                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
+                             .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
+                             .Attr<std::int64_t>("context_id")
+                             .To(now)
+                             .release();
+  return handler->Call(call);
+}
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
