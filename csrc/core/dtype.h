@@ -108,11 +108,12 @@ ASYNC_EMB_INLINE BitsPack<N> stochastic_float16(FloatPack<N> values, BitsPack<N>
   const BitsPack<N> field = magnitude >> 23;
   const BitsPack<N> exponent = field == 0u ? all<N>(1u) : field;
   const BitsPack<N> mantissa = (magnitude & 0x7fffffu) | (field == 0u ? all<N>(0u) : all<N>(0x800000u));
-  // Below the smallest normal fp16 (biased exponent 113) one more bit is dropped for each power of two. Beyond 31 bits
-  // the probability of rounding up stays that of 31 bits, which is less than 2^-7.
+  // Below the smallest normal fp16 (biased exponent 113) one more bit is dropped for each power of two. At most 31 are
+  // compared with random bits; those below them are cut first, which at 24 leaves nothing of the mantissa.
   const BitsPack<N> below = exponent >= 113u ? all<N>(0u) : 113u - exponent;
+  const BitsPack<N> cut = below > 42u ? all<N>(24u) : below > 18u ? below - 18u : all<N>(0u);
   const BitsPack<N> dropped = 13u + (below > 18u ? all<N>(18u) : below);
-  const BitsPack<N> kept = (mantissa + (random >> (32u - dropped))) >> dropped;
+  const BitsPack<N> kept = ((mantissa >> cut) + (random >> (32u - dropped))) >> dropped;
   // The leading one of a normal `kept` is bit 10, and adds the one that the exponent still lacks.
   const BitsPack<N> biased = exponent >= 113u ? (exponent - 113u) << 10 : all<N>(0u);
   return finish_float16<N>(values, kept + biased, saturated);

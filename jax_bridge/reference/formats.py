@@ -73,9 +73,8 @@ def round_to(
     `nearest` is to nearest even. `stochastic` adds random bits below the last bit that is kept and cuts: of the two
     neighbours, the far one is taken in proportion to the distance from the near one. The random bits of one element
     depend on (seed, row, column, rounding_step) only: Philox4x32-10 with key (seed, 0x61656d62) and counter (row,
-    column / 4, rounding_step, 0) gives four words, for four neighbouring columns. At most 31 random bits are used:
-    towards float16, a value below 2^-32 (but not 0) becomes 2^-24 with a probability between 2^-8 and 2^-7, less for
-    float32 denormals: more often than its distance would have it.
+    column / 4, rounding_step, 0) gives four words, for four neighbouring columns. At most 31 random bits are used, so a
+    probability is a multiple of 2^-31, rounded down: towards float16, a value below 2^-55 becomes 0.
 
     NaN becomes the canonical NaN of the dtype. float16 saturates to +-65504, infinities too, and counts it; bfloat16
     overflows to infinity as IEEE 754 says. Infinities are rounded as in `nearest`. float32 is stored as it is.
@@ -167,8 +166,11 @@ def _stochastic_float16_magnitude(x: NDArray[np.float32], noise: NDArray[np.uint
     fraction = (bits & np.uint32(0x7FFFFF)).astype(np.uint64)
     significand = np.where(field > 0, fraction | np.uint64(1 << 23), fraction)
     exponent = np.maximum(field, 1)
-    dropped = np.where(exponent >= 113, 13, np.minimum(13 + 113 - exponent, 31)).astype(np.uint64)
+    shift = np.where(exponent >= 113, 13, 13 + 113 - exponent)
+    # There are 32 random bits: of more dropped bits than 31 the lowest are cut first.
+    cut = np.clip(shift - 31, 0, 24).astype(np.uint64)
+    dropped = np.minimum(shift, 31).astype(np.uint64)
     below = noise.astype(np.uint64) >> (np.uint64(32) - dropped)
-    quotient: NDArray[np.uint64] = (significand + below) >> dropped
+    quotient: NDArray[np.uint64] = ((significand >> cut) + below) >> dropped
     rebased: NDArray[np.uint64] = np.maximum(exponent - 113, 0).astype(np.uint64) << np.uint64(10)
     return np.add(quotient, rebased, dtype=np.uint64)

@@ -129,8 +129,8 @@ def unique_ids(ids: ArrayLike) -> UniqueIds:
 def unique_from_segments(segment_ids: ArrayLike, unique_tokens: ArrayLike, rows: int) -> UniqueIds:
     """The index that a caller's own `segment_ids` and `unique_tokens` describe.
 
-    An id without a token keeps its place: the global norm is a tree over places, so places matter to its bits. Tokens
-    whose segment is negative or lies in the padding (`unique_tokens >= rows`) are not trained.
+    It holds the ids that a token refers to, and no others, so it is the index that `unique_ids` finds. Tokens whose
+    segment is negative or lies in the padding (`unique_tokens >= rows`) are not trained.
 
     Args:
         segment_ids: integers with N elements, each token's place in `unique_tokens`, negative for none.
@@ -146,11 +146,8 @@ def unique_from_segments(segment_ids: ArrayLike, unique_tokens: ArrayLike, rows:
     if np.any(unique >= rows) or np.any(unique < 0) or np.any(np.diff(unique) <= 0):
         raise ValueError(f"unique_tokens must ascend without repeats in [0, {rows}), then hold {rows} as padding")
     segments = np.asarray(segment_ids).reshape(-1).astype(np.int64)
-    segments = np.where(segments < used, segments, -1)
-    order = np.argsort(segments, kind="stable")
-    positions = order[np.searchsorted(segments[order], 0) :]
-    offsets = np.searchsorted(segments[positions], np.arange(used + 1)).astype(np.int64)
-    return UniqueIds(unique.astype(np.int32), offsets, positions.astype(np.int64))
+    trained = (segments >= 0) & (segments < used)
+    return unique_ids(np.append(unique, -1)[np.where(trained, segments, -1)])
 
 
 def cleaned_ids(ids: ArrayLike, rows: int | None) -> NDArray[np.int64]:

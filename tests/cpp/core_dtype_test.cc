@@ -115,8 +115,9 @@ std::uint32_t worded_stochastic_float16(float value, std::uint32_t r, std::uint3
   const std::uint32_t field = (bits >> 23) & 255u;
   const std::uint64_t e = field == 0 ? 1 : field;
   const std::uint64_t m = (bits & 0x7fffffu) + (field == 0 ? 0 : 0x800000u);
-  const std::uint64_t s = e >= 113 ? 13 : std::min<std::uint64_t>(13 + 113 - e, 31);
-  const std::uint64_t q = (m + (r >> (32 - s))) >> s;
+  const std::uint64_t s = e >= 113 ? 13 : 13 + 113 - e;
+  const std::uint64_t q =
+      s > 31 ? ((m >> std::min<std::uint64_t>(s - 31, 63)) + (r >> 1)) >> 31 : (m + (r >> (32 - s))) >> s;
   std::uint64_t magnitude = q + (e >= 113 ? (e - 113) << 10 : 0);
   if (magnitude >= 0x7c00) {
     magnitude = 0x7bff;

@@ -69,6 +69,15 @@ TEST(CleanIds, PaddingIsNotBadWhereverItLies) {
   EXPECT_EQ(outside.report.first_bad_position, 2);
 }
 
+TEST(CleanIds, AnIdClampedOntoPaddingHasNoRow) {
+  const Cleaned first = clean<std::int32_t>({-5, 0, 1, 9}, 8, IdPolicy::kClamp, true, 0);
+  EXPECT_EQ(first.rows, (Rows{-1, -1, 1, 7}));
+  EXPECT_EQ(first.report.bad, 2);
+  EXPECT_EQ(first.report.padding, 1);
+  const Cleaned last = clean<std::int32_t>({-5, 7, 1, 9}, 8, IdPolicy::kClamp, true, 7);
+  EXPECT_EQ(last.rows, (Rows{0, -1, 1, -1}));
+}
+
 TEST(CleanIds, HandlesNoIdsAndNoRows) {
   EXPECT_EQ(clean<std::int32_t>({}, 8, IdPolicy::kError).report.bad, 0);
   EXPECT_EQ(clean<std::int32_t>({0, -1, 5}, 0, IdPolicy::kClamp).rows, (Rows{-1, -1, -1}));

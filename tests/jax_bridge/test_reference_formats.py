@@ -205,6 +205,19 @@ def test_stochastic_rounding_of_bfloat16_uses_the_upper_half_of_a_philox_word():
         assert value.astype(np.float32) == (1.0 + 2.0**-7 if (int(word) >> 16) >= 0x8000 else 1.0)
 
 
+@pytest.mark.parametrize("exponent", [-25, -31, -32, -33, -40, -47, -55, -56, -100, -140])
+def test_stochastic_rounding_of_tiny_float16_has_the_right_probability(exponent):
+    """A value that is a fraction f of the smallest float16 rounds up for a fraction f of the random words, to 2^-31."""
+    x = np.full((1000, 64), 1.5 * 2.0**exponent, np.float32)
+    fraction = 1.5 * 2.0 ** (exponent + 24)
+    rows = np.arange(1000, dtype=np.uint32)
+    counters = np.stack(np.broadcast_arrays(rows[:, None], np.arange(16, dtype=np.uint32), 3, 0), axis=-1)
+    words = reference.philox4x32(counters, [2, 0x61656D62]).reshape(1000, 64)
+    up = words.astype(np.int64) >> 1 >= 2**31 - int(fraction * 2**31)
+    values, _ = reference.round_to(x, F16, "stochastic", seed=2, rounding_step=3, rows=rows)
+    assert np.array_equal(values, np.where(up, np.float16(2.0**-24), np.float16(0)))
+
+
 def test_special_values_under_stochastic_rounding():
     x = np.array([[np.inf, -np.inf, np.nan, 0.0, -0.0, 1e38, -65519.0, 65504.0]], np.float32)
     arguments = {"seed": 0, "rounding_step": 0, "rows": [0]}
