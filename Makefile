@@ -70,7 +70,8 @@ build/native-test-tsan/run: SANITIZE := thread
 .PHONY: build/native-test/run build/native-test-asan/run build/native-test-tsan/run
 build/native-test/run build/native-test-asan/run build/native-test-tsan/run: $(VENV)/.ready
 	$(RUN) torch_ext/build_config.py dlpack $(@D)/include
-	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR=$(abspath $(@D)/include) -DASYNC_EMB_SANITIZE='$(SANITIZE)'
+	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR='$(abspath $(@D)/include)' \
+		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) torch_ext/build_config.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
 

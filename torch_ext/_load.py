@@ -54,11 +54,11 @@ def load(directory: Path | None = None, package: str = "torch_ext") -> ModuleTyp
 
 def read_stamp(path: Path) -> tuple[str, str]:
     """The versions of torch and of jaxlib that the module at ``path`` was built with, without loading it."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        match = _STAMP.search(content)
-        if match is None:
-            raise _failure(f"{path} does not say what it was built with: it is incomplete, or not ours")
-        return match[1].decode(), match[2].decode()
+    if path.stat().st_size > 0:  # an empty file cannot be mapped
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if match := _STAMP.search(content):
+                return match[1].decode(), match[2].decode()
+    raise _failure(f"{path} does not say what it was built with: it is incomplete, or not ours")
 
 
 def require_ffi_api(built: str, runtime: tuple[int, int]) -> None:

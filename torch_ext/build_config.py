@@ -188,10 +188,12 @@ def installed_version(distribution: str) -> str | None:
 def _main(arguments: list[str]) -> int:
     if arguments == ["jobs"]:
         print(parallel_jobs())
+    elif arguments == ["flags"]:
+        print(" ".join(CXX_FLAGS))
     elif len(arguments) == 2 and arguments[0] == "dlpack":
         write_dlpack_header(toolchain(), Path(arguments[1]))
     else:
-        print("usage: build_config.py jobs | build_config.py dlpack INCLUDE_DIR", file=sys.stderr)
+        print("usage: build_config.py {jobs | flags | dlpack INCLUDE_DIR}", file=sys.stderr)
         return 2
     return 0
 

@@ -43,7 +43,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     Returns:
       [*ids.shape, width], the dtype of ``table``.
     """
-    return _ops.gather_rows(table, ids)  # type: ignore[no-any-return]
+    return _ops.gather_rows(table, ids)
 
 
 def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +58,7 @@ def unique_ids(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
       positions: [P], int32: ``unique[u]`` occurs at ``positions[offsets[u]:offsets[u + 1]]`` of the flattened ids,
         ascending. P is the number of ids that are not -1.
     """
-    return _ops.unique_ids(ids)  # type: ignore[no-any-return]
+    return _ops.unique_ids(ids)
 
 
 def segment_sum(grads: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def segment_sum(grads: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tens
       sums: [U, width], float32. Blocks of 32 occurrences in token order, then the block sums in order.
       statistics: [U], float32: the sum of squares of each row of ``sums``, as a dyadic tree over the columns.
     """
-    return _ops.segment_sum(grads, offsets, positions)  # type: ignore[no-any-return]
+    return _ops.segment_sum(grads, offsets, positions)
 
 
 def gradient_norm(statistics: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def gradient_norm(statistics: Tensor) -> Tensor:
     Returns:
       [], float32; 0 where there are no rows.
     """
-    return _ops.gradient_norm(statistics)  # type: ignore[no-any-return]
+    return _ops.gradient_norm(statistics)
 
 
 def rowwise_adagrad_(

@@ -230,8 +230,8 @@ void apply(const Update& update, cpu::RowwiseAdagrad job) {
   const float norm = norm_of(update.statistics);
   if (update.max_grad_norm.has_value()) {
     const float limit = checked_float(update.op, "max_grad_norm", *update.max_grad_norm);
-    TORCH_CHECK_VALUE(limit > 0, update.op, ": max_grad_norm = ", limit,
-                      " must be positive; None switches clipping off");
+    TORCH_CHECK_VALUE(limit >= 0, update.op, ": max_grad_norm = ", limit,
+                      " must not be negative; None switches clipping off");
     const cpu::ScopedFloatMode mode;
     job.clip = core::clip_factor(limit, norm);
   }
