@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -48,6 +49,7 @@ struct Executor::State {
   std::deque<Task> continuations;
   int working = 0;
   int idle = 0;
+  int starting = 0;  // started, and has not looked for an item yet
   int alive = 0;
   bool stopping = false;
 
@@ -64,15 +66,22 @@ struct Executor::State {
     const int wanted = claimable() - reserved;
     if (wanted <= 0) return;
     for (int i = 0; i < std::min(wanted, idle); ++i) wake.notify_one();
-    for (int i = idle; i < wanted; ++i) {
+    for (int i = idle + starting; i < wanted; ++i) {
+      try {
+        std::thread([self] { self->run(self); }).detach();
+      } catch (const std::system_error&) {
+        if (alive == 0) throw;
+        return;  // the system has no more threads to give; those that live take the items, one after the other
+      }
       ++alive;
-      std::thread([self] { self->run(self); }).detach();
+      ++starting;
     }
   }
 
   void run(const std::shared_ptr<State>& self) {
     std::vector<Task> asked;
     std::unique_lock lock(mutex);
+    --starting;
     for (;;) {
       if (!continuations.empty()) {
         Task continuation = std::move(continuations.front());
