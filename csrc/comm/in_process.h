@@ -21,8 +21,8 @@ class InProcess final : public Communicator {
  private:
   std::vector<int> ranks_;
   mutable std::mutex mutex_;
-  // Last step each rank has arrived at. A rank is at most one step ahead of its slowest peer: a step completes only when all
-  // have arrived, and nobody starts the next one before.
+  // Last step each rank has arrived at. A rank is at most one step ahead of its slowest peer: a step completes only
+  // when all have arrived, and nobody starts the next one before.
   std::vector<std::int64_t> arrived_[kChannels];
   std::int64_t completed_[kChannels] = {};
 };

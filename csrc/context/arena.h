@@ -30,13 +30,14 @@ class Buffer {
   std::int64_t bytes_ = 0;
 };
 
-// The ids of one batch of the whole group, in token order, and where each distinct one occurs. Held by whoever may still need
-// it: the armed lookup, the last consumed one, the staged gradients, the update that runs.
+// The ids of one batch of the whole group, in token order, and where each distinct one occurs. Held by whoever may
+// still need it: the armed lookup, the last consumed one, the staged gradients, the update that runs.
 struct BatchIds {
-  Buffer ids;        // int32 [tokens], cleaned: negative = reads zeros, trains nothing
-  Buffer unique;     // int32 [tokens]
-  Buffer offsets;    // int32 [tokens + 1]
-  Buffer positions;  // int32 [tokens]
+  Buffer ids;             // int32 [tokens], cleaned: negative = reads zeros, trains nothing
+  Buffer unique;          // int32 [tokens]
+  Buffer offsets;         // int32 [tokens + 1]
+  Buffer positions;       // int32 [tokens]
+  std::int64_t rows = 0;  // every id is below this
   std::int64_t unique_count = 0;
   bool indexed = false;  // unique, offsets, positions are those of ids
   int holders = 0;
@@ -46,11 +47,11 @@ struct BatchIds {
 };
 
 struct Arena {
-  std::vector<Buffer> rows;    // per rank: looked-up rows that wait for their done, [tokens_per_rank, emb_width]
-  Buffer grads;                // staged gradient rows of the whole group in token order, [tokens, emb_width]
-  std::vector<Buffer> sums;    // per rank: fp32 sums of its logical columns, [num_unique, width]
-  Buffer subtree_sums;         // fp32 [num_unique, subtrees]
-  Buffer statistics;           // fp32 [num_unique]
+  std::vector<Buffer> rows;  // per rank: looked-up rows that wait for their done, [tokens_per_rank, emb_width]
+  Buffer grads;              // staged gradient rows of the whole group in token order, [tokens, emb_width]
+  std::vector<Buffer> sums;  // per rank: fp32 sums of its logical columns, [num_unique, width]
+  Buffer subtree_sums;       // fp32 [num_unique, subtrees]
+  Buffer statistics;         // fp32 [num_unique]
   Buffer sort_scratch;
 
   Arena(const ContextSpec& spec, const core::ColumnLayout& layout);

@@ -34,8 +34,8 @@ IdDifference first_difference(const DLTensor& ids, const ContextSpec& spec, std:
   return first_difference_of(static_cast<const std::int32_t*>(data_of(ids)), spec, rows, armed);
 }
 
-core::IdReport ids_of_segments(const DLTensor& segment_ids, const DLTensor& unique_tokens, std::int64_t rows,
-                               std::int32_t* out) {
+core::IdReport ids_of_segments(const DLTensor& segment_ids, const DLTensor& unique_tokens, const ContextSpec& spec,
+                               std::int64_t rows, std::int32_t* out) {
   const auto* segments = static_cast<const std::int32_t*>(data_of(segment_ids));
   const auto* unique = static_cast<const std::int32_t*>(data_of(unique_tokens));
   const std::int64_t count = element_count(segment_ids);
@@ -49,6 +49,10 @@ core::IdReport ids_of_segments(const DLTensor& segment_ids, const DLTensor& uniq
     }
     const bool in_range = segments[i] >= 0 && segments[i] < num_unique;
     const std::int64_t id = in_range ? unique[segments[i]] : segments[i];
+    if (in_range && spec.has_padding_id && id == spec.padding_id) {
+      ++report.padding;
+      continue;
+    }
     if (in_range && id >= 0 && id < rows) {
       out[i] = static_cast<std::int32_t>(id);
       continue;

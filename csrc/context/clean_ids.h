@@ -18,11 +18,13 @@ struct IdDifference {
 };
 
 // Where `ids`, once cleaned, first differ from the cleaned ids `armed`.
-IdDifference first_difference(const DLTensor& ids, const ContextSpec& spec, std::int64_t rows, const std::int32_t* armed);
+IdDifference first_difference(const DLTensor& ids, const ContextSpec& spec, std::int64_t rows,
+                              const std::int32_t* armed);
 
-// Ids of tokens from each token's index into `unique_tokens`; -1 for a token that is not trained. An index outside
-// [0, num_unique) or one that leads to a row outside [0, rows) is bad, and trains nothing.
-core::IdReport ids_of_segments(const DLTensor& segment_ids, const DLTensor& unique_tokens, std::int64_t rows,
-                                 std::int32_t* out);
+// Ids of tokens from each token's index into `unique_tokens`; -1 for a token that is not trained: its index is -1, or
+// leads to the spec's padding_id. An index outside [0, num_unique) or one that leads to a row outside [0, rows) is bad,
+// and trains nothing.
+core::IdReport ids_of_segments(const DLTensor& segment_ids, const DLTensor& unique_tokens, const ContextSpec& spec,
+                               std::int64_t rows, std::int32_t* out);
 
 }  // namespace async_emb::context

@@ -1,7 +1,9 @@
 #include "context/pipeline.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -16,6 +18,18 @@ namespace {
 
 std::int64_t nanoseconds_since(Clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+}
+
+void write_nothing_done(const UpdateResults& results) {
+  *results.norm = 0;
+  *results.valid = 0;
+  *results.pending = 0;
+}
+
+// A done that still waits owns its step; a second one would take its place, and nobody would answer the first.
+std::string called_twice(const char* call, std::int64_t step) {
+  return std::string(call) + " of step " + std::to_string(step) +
+         " was called again while the first call waits: call it once for each start";
 }
 
 }  // namespace
@@ -48,6 +62,12 @@ void Pipeline::record(const char* name, int rank, std::int64_t step) const {
 
 void Pipeline::require_working() const {
   if (failure_) throw Error(*failure_);
+}
+
+void Pipeline::fail_and_throw(Failure failure) {
+  if (!failure_) failure_ = std::move(failure);
+  fail_waiting();
+  throw Error(*failure_);
 }
 
 bool Pipeline::refuses(Rank& rank, StateMachine::Refusal refusal, const char* call) {
@@ -101,10 +121,15 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
                 where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but must be int32 or int64");
   }
   if (element_count(ids) != spec_.tokens_per_rank) {
-    throw Error(FailureKind::kInvalidArgument,
-                where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but the context has " +
-                    std::to_string(spec_.tokens_per_rank) +
-                    " tokens on each rank: call lookup_start inside jax.shard_map, with token_ids sharded over data_axis");
+    throw Error(
+        FailureKind::kInvalidArgument,
+        where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but the context has " +
+            std::to_string(spec_.tokens_per_rank) +
+            " tokens on each rank: call lookup_start inside jax.shard_map, with token_ids sharded over data_axis");
+  }
+  if (rows < 0 || rows > std::numeric_limits<std::int32_t>::max()) {
+    throw Error(FailureKind::kInvalidArgument, where("lookup_start", rank) + ": the table has " + std::to_string(rows) +
+                                                   " rows, but rows are numbered by 32-bit integers");
   }
   std::int64_t step = 0;
   std::int32_t* destination = nullptr;
@@ -114,7 +139,6 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
     require_working();
     Rank& me = ranks_[rank];
     ++stats_.lookup_begin_calls;
-    me.lookup_open = false;
     if (refuses(me, me.machine.check_lookup_start(), "lookup_start")) return pin_of(me.machine.lookup().armed);
     me.lookup_open = true;
     step = me.machine.lookup_start();
@@ -123,16 +147,17 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
     if (round.step != step) {
       static_cast<Progress&>(round) = Progress{.step = step, .begin_call = me.calls};
       round.batch = take_batch();
+      batches_[round.batch]->rows = rows;
       round.rows = rows;
       round.ranks_left = 0;
       for (auto& peer : round.ranks) peer = {};
     } else if (round.rows != rows) {
-      throw Error(FailureKind::kInvalidArgument,
-                  where("lookup_start", rank) + ": the table has " + std::to_string(rows) + " rows here and " +
-                      std::to_string(round.rows) + " on another rank");
+      fail_and_throw({FailureKind::kInvalidArgument, where("lookup_start", rank) + " of step " + std::to_string(step) +
+                                                         ": the table has " + std::to_string(rows) + " rows here and " +
+                                                         std::to_string(round.rows) + " on another rank"});
     }
     if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
-    hold(round.batch);  // by this rank, until another lookup is consumed
+    hold(round.batch);                                  // by this rank, until another lookup is consumed
     destination = batches_[round.batch]->ids.as<std::int32_t>() + first_position;
   }
   const core::IdReport cleaned = clean_ids(ids, spec_, rows, destination);
@@ -166,7 +191,12 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
       return;
     }
     me.lookup_open = false;
-    check_table(table, round.rows);
+    try {
+      check_table(table, round.rows);
+    } catch (const Error& error) {
+      fail_and_throw(
+          {error.kind(), where("lookup_start", rank) + " of step " + std::to_string(step) + ": " + error.what()});
+    }
     record("lookup_lease", rank, step);
     me.last_table = data_of(table);
     LookupRound::Rank& mine = round.ranks[rank];
@@ -174,7 +204,11 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
     mine.lease = std::move(completion);
     round.note_wait();
   }
-  communicator_->arrive(comm::Channel::kLookup, step, rank, [self = shared_from_this(), step] { self->run_lookup(step); });
+  // The completion is the round's from here on, so an exception may only reach the caller through it.
+  guarded("lookup_start", [&] {
+    communicator_->arrive(comm::Channel::kLookup, step, rank,
+                          [self = shared_from_this(), step] { self->run_lookup(step); });
+  });
 }
 
 void Pipeline::run_lookup(std::int64_t step) {
@@ -195,9 +229,8 @@ void Pipeline::run_lookup(std::int64_t step) {
   }
   for (int rank = 0; rank < spec_.group_size; ++rank) {
     for (int part = 0; part < parts; ++part) {
-      executor_.submit([self = shared_from_this(), step, rank, part, parts] {
-        self->guarded("lookup", [&] { self->gather_part(step, rank, part, parts); });
-      });
+      executor_.submit(
+          [self = shared_from_this(), step, rank, part, parts] { self->gather_part(step, rank, part, parts); });
     }
   }
 }
@@ -214,7 +247,7 @@ void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
     }
     batch = batches_[round.batch].get();
   }
-  work_.gather(*batch, round.tables, rank, part, parts, mine.destination);
+  guarded("lookup", [&] { work_.gather(*batch, round.tables, rank, part, parts, mine.destination); });
 
   Lock lock(mutex_);
   --running_;
@@ -236,7 +269,7 @@ void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
       for (auto& peer : round.ranks) later(peer.lease);
     }
   }
-  if (failure_) fail_waiting(*failure_);
+  if (failure_) fail_waiting();
   if (running_ == 0) settled_.notify_all();
 }
 
@@ -248,10 +281,10 @@ void Pipeline::consume_lookup(int rank, LookupRound& round) {
 }
 
 StateMachine::Refusal Pipeline::check_same_ids(int rank, float pin, const DLTensor& ids) const {
-  if (element_count(ids) != spec_.tokens_per_rank) {
+  if ((!same_type(ids.dtype, kInt32) && !same_type(ids.dtype, kInt64)) || element_count(ids) != spec_.tokens_per_rank) {
     throw Error(FailureKind::kInvalidArgument, where("lookup_done", rank) + ": token_ids are " + describe(ids) +
                                                    ", but the context has " + std::to_string(spec_.tokens_per_rank) +
-                                                   " tokens on each rank");
+                                                   " int32 or int64 tokens on each rank");
   }
   const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
   const std::int32_t* armed = nullptr;
@@ -289,6 +322,7 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
     const std::int64_t step = me.machine.lookup().armed;
     LookupRound& round = lookup_round(step);
     StateMachine::Refusal refusal = me.machine.check_lookup_done(pin);
+    if (!refusal && round.ranks[rank].out != nullptr) refusal = called_twice("lookup_done", step);
     if (!refusal) refusal = std::move(other_batch);
     if (refuses(me, std::move(refusal), "lookup_done") || round.is_void) {
       if (round.is_void && me.machine.lookup().pending()) consume_lookup(rank, round);
@@ -354,7 +388,10 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
       me.staged_batch = me.consumed_batch;
     } else {
       Override& given = overrides_[stage % 2];
-      if (given.stage != stage) given = {stage, take_batch()};
+      if (given.stage != stage) {
+        given = {stage, take_batch()};
+        batches_[given.batch]->rows = rows;
+      }
       me.staged_batch = given.batch;
       own_ids = batches_[given.batch]->ids.as<std::int32_t>() + first_position;
     }
@@ -363,10 +400,10 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
   const std::int64_t bytes = work_.lookup_bytes();
   std::memcpy(work_.arena().grads.as<char>() + spec_.token_blocks[rank] * bytes, data_of(grads), bytes);
   if (own_ids != nullptr) {
-    const core::IdReport cleaned = ids_of_segments(*segment_ids, *unique_tokens, rows, own_ids);
-    if (cleaned.bad > 0) {
-      Lock lock(mutex_);
-      stats_.bad_ids += cleaned.bad;
+    const core::IdReport cleaned = ids_of_segments(*segment_ids, *unique_tokens, spec_, rows, own_ids);
+    Lock lock(mutex_);
+    stats_.bad_ids += cleaned.bad;
+    if (cleaned.bad > 0 && spec_.id_policy == core::IdPolicy::kError) {
       note_bad_id(ranks_[rank].machine.lookup().consumed, first_position + cleaned.first_bad_position,
                   cleaned.first_bad_id, rows);
     }
@@ -416,20 +453,33 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
       return;
     }
     me.update_open = false;
+    const std::string here = where("update start", rank) + " of step " + std::to_string(step) + ": ";
     const std::int64_t rows = table.ndim == 2 ? table.shape[0] : -1;
-    check_table(table, rows);
-    const std::int64_t per_row[] = {rows};
-    require(row_state, "row_state", kFloat32, per_row);
-    if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
+    try {
+      check_table(table, rows);
+      const std::int64_t per_row[] = {rows};
+      require(row_state, "row_state", kFloat32, per_row);
+      if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
+    } catch (const Error& error) {
+      fail_and_throw({error.kind(), here + error.what()});
+    }
+    if (round.rule.lazy != (last_step != nullptr)) {
+      fail_and_throw({FailureKind::kInvalidArgument, here + (round.rule.lazy ? "the lazy rule needs last_step"
+                                                                             : "only the lazy rule takes last_step")});
+    }
+    if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
+      fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
+                                                         " rows, but the staged gradients are for one with at "
+                                                         "least " +
+                                                         std::to_string(batches_[round.batch]->rows) +
+                                                         ": update the table that was looked up"});
+    }
     if (round.batch >= 0 && me.last_table != nullptr && data_of(table) != me.last_table) {
-      lock.unlock();
-      Failure failure{FailureKind::kUnmatchedBuffers,
-                      where("update start", rank) + " of step " + std::to_string(step) +
-                          ": lookup and update see different table buffers, so XLA has put a copy between them. Thread "
+      fail_and_throw({FailureKind::kUnmatchedBuffers,
+                      here +
+                          "lookup and update see different table buffers, so XLA has put a copy between them. Thread "
                           "the table through every call (use the table that lookup_start returns) and donate it to the "
-                          "jitted step (jax.jit(step, donate_argnums=...))"};
-      fail(failure);
-      throw Error(failure);
+                          "jitted step (jax.jit(step, donate_argnums=...))"});
     }
     record("update_lease", rank, step);
     UpdateRound::Rank& mine = round.ranks[rank];
@@ -440,7 +490,10 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
     round.rows = rows;
     round.note_wait();
   }
-  communicator_->arrive(comm::Channel::kUpdate, step, rank, [self = shared_from_this(), step] { self->run_update(step); });
+  guarded("update start", [&] {
+    communicator_->arrive(comm::Channel::kUpdate, step, rank,
+                          [self = shared_from_this(), step] { self->run_update(step); });
+  });
 }
 
 void Pipeline::run_update(std::int64_t step) {
@@ -476,19 +529,18 @@ void Pipeline::index_then_sum(std::int64_t step) {
   if (batch->unique_count > limit) {
     Lock lock(mutex_);
     if (!id_problem_) {
-      id_problem_ = IdProblem{.step = step,
-                              .rows = update_round(step).rows,
-                              .too_many_unique = true,
-                              .unique = batch->unique_count};
+      id_problem_ = IdProblem{
+          .step = step, .rows = update_round(step).rows, .too_many_unique = true, .unique = batch->unique_count};
     }
     batch->unique_count = limit;  // as with dropped ids: the largest ones train nothing this time
+    batch->indexed = false;       // counted again, and reported again, where the batch is staged once more
   }
   std::int64_t bytes = 0;
   for (int rank = 0; rank < spec_.group_size; ++rank) bytes = std::max(bytes, work_.sum_bytes(rank));
   const int parts = work_.parts_for(bytes, executor_.limit());
   parallel(
-      spec_.group_size * parts,
-      [this, batch, parts](int job) { work_.sum(*batch, job / parts, job % parts, parts); }, [this, step] { decide(step); });
+      spec_.group_size * parts, [this, batch, parts](int job) { work_.sum(*batch, job / parts, job % parts, parts); },
+      [this, step] { decide(step); });
 }
 
 void Pipeline::decide(std::int64_t step) {
@@ -569,7 +621,7 @@ void Pipeline::finish_update(std::int64_t step, int rank) {
     round.complete = true;
     round.running = false;
     --running_;
-    if (failure_) fail_waiting(*failure_);
+    if (failure_) fail_waiting();
     if (running_ == 0) settled_.notify_all();
   }
 }
@@ -588,11 +640,11 @@ float Pipeline::update_done(int rank, UpdateResults results, Completion completi
     Rank& me = ranks_[rank];
     step = me.machine.update().armed;
     UpdateRound& round = update_round(step);
-    if (refuses(me, me.machine.check_update_done(), "update_done") || round.is_void) {
+    StateMachine::Refusal refusal = me.machine.check_update_done();
+    if (!refusal && round.ranks[rank].results.norm != nullptr) refusal = called_twice("update_done", step);
+    if (refuses(me, std::move(refusal), "update_done") || round.is_void) {
       if (round.is_void && me.machine.update().pending()) consume_update(rank, round);
-      *results.norm = 0;
-      *results.valid = 0;
-      *results.pending = 0;
+      write_nothing_done(results);
       lock.unlock();
       completion(nullptr);
       return pin_of(step);
@@ -685,7 +737,7 @@ void Pipeline::finish_void(UpdateRound& round) {
     UpdateRound::Rank& mine = round.ranks[rank];
     later(mine.lease);
     if (!mine.done) continue;
-    write_results(round, mine);
+    write_nothing_done(mine.results);
     consume_update(rank, round);
     later(mine.done);
   }
@@ -700,21 +752,26 @@ std::optional<std::string> Pipeline::take_refusal() {
   bool alike = true;
   std::int64_t lookup_step = 0;
   std::int64_t update_step = 0;
+  std::int64_t stages = 0;
   for (Rank& rank : ranks_) {
     rank.calls = 0;
     alike = alike && rank.machine == ranks_.front().machine;
     lookup_step = std::max(lookup_step, rank.machine.lookup().armed);
     update_step = std::max(update_step, rank.machine.update().armed);
+    stages = std::max(stages, rank.machine.stages());
   }
   if (!alike) {
     for (auto& batch : batches_) batch->holders = 0;
     for (Rank& rank : ranks_) {
-      rank.machine.reset(lookup_step, update_step);
+      rank.machine.reset(lookup_step, update_step, stages);
+      rank.lookup_open = false;
+      rank.update_open = false;
       rank.consumed_batch = -1;
       rank.staged_batch = -1;
     }
-    message += ". The ranks stood at different calls, so the context is back in its first-step state: a lookup that was "
-               "started and gradients that were staged are dropped";
+    message +=
+        ". The ranks stood at different calls, so the context is back in its first-step state: a lookup that was "
+        "started and gradients that were staged are dropped";
   }
   return message;
 }
@@ -748,19 +805,21 @@ void Pipeline::restore_staged(const StagedGradients& staged) {
   if (static_cast<std::int64_t>(staged.ids.size()) != spec_.tokens() ||
       static_cast<std::int64_t>(staged.grads.size()) != work_.arena().grads.bytes()) {
     throw Error(FailureKind::kInvalidArgument,
-                "async_emb '" + spec_.name + "': staged gradients of " + std::to_string(staged.ids.size()) + " tokens and " +
-                    std::to_string(staged.grads.size()) + " bytes do not fit a context of " +
+                "async_emb '" + spec_.name + "': staged gradients of " + std::to_string(staged.ids.size()) +
+                    " tokens and " + std::to_string(staged.grads.size()) + " bytes do not fit a context of " +
                     std::to_string(spec_.tokens()) + " tokens and " + std::to_string(work_.arena().grads.bytes()) +
                     " bytes: restore with the batch size and width that the snapshot was taken with");
   }
   for (const Rank& rank : ranks_) {
     if (rank.machine.staged() || rank.machine.update().pending() || rank.machine.lookup().pending()) {
-      throw Error(FailureKind::kInvalidArgument, "async_emb '" + spec_.name +
-                                                     "': restore needs an idle context, but a step is under way: flush first");
+      throw Error(
+          FailureKind::kInvalidArgument,
+          "async_emb '" + spec_.name + "': restore needs an idle context, but a step is under way: flush first");
     }
   }
   const int batch = take_batch();
   std::memcpy(batches_[batch]->ids.as<char>(), staged.ids.data(), staged.ids.size() * sizeof(std::int32_t));
+  batches_[batch]->rows = 1 + std::int64_t{*std::max_element(staged.ids.begin(), staged.ids.end())};
   std::memcpy(work_.arena().grads.as<char>(), staged.grads.data(), staged.grads.size());
   for (Rank& rank : ranks_) {
     rank.last_table = nullptr;  // the next lookup brings it
@@ -787,10 +846,10 @@ std::int64_t Pipeline::arena_bytes() const {
 void Pipeline::fail(Failure failure) {
   Lock lock(mutex_);
   if (!failure_) failure_ = std::move(failure);
-  fail_waiting(*failure_);
+  fail_waiting();
 }
 
-void Pipeline::fail_waiting(const Failure&) {
+void Pipeline::fail_waiting() {
   // Work that runs keeps its buffers until it has ended; it calls here again then.
   for (LookupRound& round : lookups_) {
     if (round.running) continue;
@@ -818,10 +877,17 @@ void Pipeline::check_timeout(Clock::time_point now) {
              std::chrono::duration<double>(now - round.first_wait).count() > spec_.timeout_seconds;
     };
     const auto describe_missing = [&](comm::Channel channel, std::int64_t step, const char* call) {
-      std::string text = "async_emb '" + spec_.name + "' timed out after " + std::to_string(spec_.timeout_seconds) +
-                         " s in " + call + " of step " + std::to_string(step) + ": missing";
-      for (int rank : communicator_->missing(channel, step)) {
-        text += " rank " + std::to_string(rank) + " (device " + std::to_string(devices_[rank]) + ")";
+      const std::vector<int> missing = communicator_->missing(channel, step);
+      if (missing.empty() || !failure.message.empty()) return;  // the last one has just come
+      char seconds[32];
+      std::snprintf(seconds, sizeof(seconds), "%g", spec_.timeout_seconds);
+      std::string text = "async_emb '" + spec_.name + "' timed out after " + seconds + " s in " + call + " of step " +
+                         std::to_string(step) + ": missing";
+      const char* separator = " ";
+      for (int rank : missing) {
+        text += separator + std::string("rank ") + std::to_string(rank) + " (device " + std::to_string(devices_[rank]) +
+                ")";
+        separator = ", ";
       }
       failure.message = text + ". Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer";
     };

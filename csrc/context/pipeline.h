@@ -1,13 +1,15 @@
 // One embedding table's pipeline over the ranks of one group that live in this process.
 //
-// A rank's calls come from threads of XLA's (or of a caller's own); none of them blocks. A start is two calls: `*_begin` takes
-// what it needs into the arena and returns the pin's step at once, `*_lease` lends the table for the length of the work. The
-// work starts when every rank of the group has lent its table, and runs on the executor. `*_done` completes when its result is
-// there. What the work computes is in column_sharded.h; which call may follow which, in state_machine.h.
+// A rank's calls come from threads of XLA's (or of a caller's own); none of them blocks. A start is two calls:
+// `*_begin` takes what it needs into the arena and returns the pin's step at once, `*_lease` lends the table for the
+// length of the work. The work starts when every rank of the group has lent its table, and runs on the executor.
+// `*_done` completes when its result is there. What the work computes is in column_sharded.h; which call may follow
+// which, in state_machine.h.
 //
-// Refusals. A call that comes at the wrong time applies nothing and passes its outputs through; so does every later call, until
-// take_refusal(). Ranks run the same program, so they refuse the same call; where only one can know (rows of another batch),
-// the others stop at the same place in the program, because refusals are ordered by each rank's count of calls.
+// Refusals. A call that comes at the wrong time applies nothing and passes its outputs through; so does every later
+// call, until take_refusal(). Ranks run the same program, so they refuse the same call; where only one can know (rows
+// of another batch), the others stop at the same place in the program, because refusals are ordered by each rank's
+// count of calls.
 #pragma once
 
 #include <array>
@@ -33,20 +35,21 @@
 
 namespace async_emb::context {
 
-// The first id (in token order of the earliest step) that the policy `error` met, or a batch with too many distinct ids.
+// The first id (in token order of the earliest step) that the policy `error` met, or a batch with too many distinct
+// ids.
 struct IdProblem {
   std::int64_t step = 0;
-  std::int64_t position = 0;   // in the global token array
+  std::int64_t position = 0;  // in the global token array
   std::int64_t id = 0;
   std::int64_t rows = 0;
   bool too_many_unique = false;
-  std::int64_t unique = 0;     // with too_many_unique
+  std::int64_t unique = 0;  // with too_many_unique
 };
 
 // Staged gradients as a snapshot keeps them. Rows are in token order of the whole group.
 struct StagedGradients {
-  std::vector<std::int32_t> ids;   // [tokens], cleaned
-  std::vector<char> grads;         // [tokens, emb_width] of the context's dtype
+  std::vector<std::int32_t> ids;  // [tokens], cleaned
+  std::vector<char> grads;        // [tokens, emb_width] of the context's dtype
   bool pending = true;
 };
 
@@ -81,7 +84,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void fail(Failure failure);
   // Called by the watchdog: fails the pipeline where somebody waits for longer than the timeout.
   void check_timeout(Clock::time_point now);
-  // Returns when no work runs any more and nothing waits.
+  // Returns when no work runs any more.
   void drain();
 
   const ContextSpec& spec() const { return spec_; }
@@ -89,19 +92,21 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
  private:
   struct Rank {
     StateMachine machine;
-    std::int64_t calls = 0;             // ordered calls so far
-    bool lookup_open = false;           // the last lookup_begin opened a round: its lease belongs to it
+    std::int64_t calls = 0;    // ordered calls so far
+    bool lookup_open = false;  // the last lookup_begin opened a round: its lease belongs to it
     bool update_open = false;
     int consumed_batch = -1;
     int staged_batch = -1;
     bool staged_pending = true;
-    const void* last_table = nullptr;   // of the last lookup's lease
+    const void* last_table = nullptr;  // of the last lookup's lease
   };
 
   using Lock = std::unique_lock<std::mutex>;
 
   bool refuses(Rank& rank, StateMachine::Refusal refusal, const char* call);
   void require_working() const;
+  // A call that can neither go on nor be refused: its rank has begun a step that peers wait for.
+  [[noreturn]] void fail_and_throw(Failure failure);
   StateMachine::Refusal check_same_ids(int rank, float pin, const DLTensor& ids) const;
   LookupRound& lookup_round(std::int64_t step) { return lookups_[step % 2]; }
   UpdateRound& update_round(std::int64_t step) { return updates_[step % 2]; }
@@ -128,7 +133,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void write_results(const UpdateRound& round, const UpdateRound::Rank& rank) const;
   void note_bad_id(std::int64_t step, std::int64_t position, std::int64_t id, std::int64_t rows);
   void later(Completion& completion);
-  void fail_waiting(const Failure& failure);
+  void fail_waiting();
   std::string where(const char* call, int rank) const;
   void check_table(const DLTensor& table, std::int64_t rows) const;
   void record(const char* name, int rank, std::int64_t step) const;
@@ -145,9 +150,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::array<LookupRound, 2> lookups_;
   std::array<UpdateRound, 2> updates_;
   std::vector<std::unique_ptr<BatchIds>> batches_;
-  struct Override { std::int64_t stage = 0; int batch = -1; };
-  std::array<Override, 2> overrides_;   // ids given to stage_update instead of the lookup's
-  int running_ = 0;                     // pieces of work that may touch borrowed buffers
+  struct Override {
+    std::int64_t stage = 0;
+    int batch = -1;
+  };
+  std::array<Override, 2> overrides_;  // ids given to stage_update instead of the lookup's
+  int running_ = 0;                    // pieces of work that may touch borrowed buffers
   std::optional<Failure> failure_;
   std::optional<std::string> refusal_;
   std::int64_t refused_call_ = std::numeric_limits<std::int64_t>::max();

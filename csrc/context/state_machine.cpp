@@ -1,9 +1,18 @@
 #include "context/state_machine.h"
 
+#include <cstdio>
+
 namespace async_emb::context {
 namespace {
 
 std::string number(std::int64_t value) { return std::to_string(value); }
+
+// A pin that went through arithmetic may hold anything.
+std::string number(float pin) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", static_cast<double>(pin));
+  return text;
+}
 
 }  // namespace
 
@@ -19,8 +28,8 @@ StateMachine::Refusal StateMachine::check_lookup_done(float pin) const {
            " was the last started and is consumed; call lookup_start first";
   }
   if (pin != pin_of(lookup_.armed)) {
-    return "lookup_done got a stale pin of step " + number(static_cast<std::int64_t>(pin)) + ", but step " +
-           number(lookup_.armed) + " is armed: pass the pin that the last lookup_start returned (a state that was rewound "
+    return "lookup_done got a stale pin of step " + number(pin) + ", but step " + number(lookup_.armed) +
+           " is armed: pass the pin that the last lookup_start returned (a state that was rewound "
            "or used twice brings an old one)";
   }
   return std::nullopt;
@@ -28,8 +37,8 @@ StateMachine::Refusal StateMachine::check_lookup_done(float pin) const {
 
 StateMachine::Refusal StateMachine::check_stage() const {
   if (staged_) {
-    return "stage_update number " + number(stages_ + 1) + " came before an update start took number " + number(stages_) +
-           ": staged gradients are taken once per step";
+    return "stage_update number " + number(stages_ + 1) + " came before an update start took number " +
+           number(stages_) + ": staged gradients are taken once per step";
   }
   if (update_.pending()) {
     return "stage_update number " + number(stages_ + 1) + " came before update_done of step " + number(update_.armed) +
@@ -72,9 +81,10 @@ bool StateMachine::update_start() {
   return had;
 }
 
-void StateMachine::reset(std::int64_t lookup_step, std::int64_t update_step) {
+void StateMachine::reset(std::int64_t lookup_step, std::int64_t update_step, std::int64_t stages) {
   lookup_ = {lookup_step, lookup_step};
   update_ = {update_step, update_step};
+  stages_ = stages;
   staged_ = false;
   has_rows_ = false;
   first_update_ = true;
@@ -83,7 +93,6 @@ void StateMachine::reset(std::int64_t lookup_step, std::int64_t update_step) {
 void StateMachine::adopt_staged() {
   staged_ = true;
   ++stages_;
-  has_rows_ = true;
   first_update_ = false;
 }
 

@@ -1,7 +1,7 @@
 // Which calls of one rank may follow which. Pure bookkeeping: no locks, no buffers.
 //
-// Each channel counts steps that were armed by a start and consumed by a done. Every check answers with what is wrong, or
-// nothing; a refusal changes no count.
+// Each channel counts steps that were armed by a start and consumed by a done. Every check answers with what is wrong,
+// or nothing; a refusal changes no count.
 #pragma once
 
 #include <cstdint>
@@ -37,17 +37,23 @@ class StateMachine {
   Refusal check_update_done() const;
 
   std::int64_t lookup_start() { return ++lookup_.armed; }
-  void lookup_done() { ++lookup_.consumed; has_rows_ = true; }
-  std::int64_t stage() { staged_ = true; return ++stages_; }
+  void lookup_done() {
+    ++lookup_.consumed;
+    has_rows_ = true;
+  }
+  std::int64_t stage() {
+    staged_ = true;
+    return ++stages_;
+  }
   // True where gradients were staged; false for the first start of all, which has none.
   bool update_start();
   void update_done() { ++update_.consumed; }
 
   // The next update start may find nothing staged, as the very first may.
   void return_to_first_step() { first_update_ = true; }
-  // Drops whatever is armed or staged, and goes on counting from the steps given.
-  void reset(std::int64_t lookup_step, std::int64_t update_step);
-  // Takes over staged gradients that a snapshot has kept.
+  // Drops whatever is armed or staged, and goes on counting from the numbers given.
+  void reset(std::int64_t lookup_step, std::int64_t update_step, std::int64_t stages);
+  // Takes over staged gradients that a snapshot has kept. They bring no rows: staging more needs a lookup.
   void adopt_staged();
 
   bool operator==(const StateMachine&) const = default;
@@ -56,7 +62,7 @@ class StateMachine {
   StepCounts lookup_;
   StepCounts update_;
   std::int64_t stages_ = 0;
-  bool has_rows_ = false;      // a lookup has been consumed since the start or reset: its batch can be staged
+  bool has_rows_ = false;  // a lookup has been consumed since the start or reset: its batch can be staged
   bool staged_ = false;
   bool first_update_ = true;
 };
