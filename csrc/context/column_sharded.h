@@ -1,8 +1,8 @@
 // The work of one step on a column-sharded table: every rank holds all rows and a block of columns.
 //
-// Pure work on buffers: no locks, no order, no waiting. Each job can be cut into parts that run on any threads at once, and the
-// cut never changes a bit. Ranks of one process read each other's shards and gradient rows where they lie; what is the same for
-// every rank (distinct ids, statistics, norm) is computed once.
+// Pure work on buffers: no locks, no order, no waiting. Each job can be cut into parts that run on any threads at once,
+// and the cut never changes a bit. Ranks of one process read each other's shards and gradient rows where they lie; what
+// is the same for every rank (distinct ids, statistics, norm) is computed once.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@ class ColumnSharded {
   Arena& arena() { return arena_; }
   const Arena& arena() const { return arena_; }
 
-  // Rows of the part'th of `parts` pieces of rank's tokens, from every shard, into `destination` [tokens_per_rank, emb_width].
+  // Rows of the part'th of `parts` pieces of rank's tokens, from every shard, into `destination` [tokens_per_rank,
+  // emb_width].
   void gather(const BatchIds& batch, std::span<const void* const> tables, int rank, int part, int parts,
               void* destination) const;
 
@@ -38,8 +39,8 @@ class ColumnSharded {
   // Row statistics from all ranks' subtrees; returns the global norm.
   float finish_norm(const BatchIds& batch) const;
   // The optimizer's rule on this rank's columns. Returns how many fp16 stores saturated.
-  std::int64_t apply(const BatchIds& batch, const UpdateRule& rule, float norm, const UpdateRound::Rank& buffers, int rank,
-                     int part, int parts) const;
+  std::int64_t apply(const BatchIds& batch, const UpdateRule& rule, float norm, const UpdateRound::Rank& buffers,
+                     int rank, int part, int parts) const;
 
   // In how many parts to cut the work of one rank, given the threads there are for all of them.
   int parts_for(std::int64_t bytes, int threads) const;

@@ -8,12 +8,12 @@
 namespace async_emb::context {
 
 enum class FailureKind {
-  kInvalidArgument,    // a shape, dtype or attribute that does not fit the context
-  kUnmatchedBuffers,   // XLA put a copy between lookup and update
-  kUnknownContext,     // no such context, or one that was closed
-  kAborted,            // abort() or close() while a call waited
-  kTimeout,            // a peer did not come in time
-  kInternal,           // a defect of ours, or out of memory
+  kInvalidArgument,   // a shape, dtype or attribute that does not fit the context
+  kUnmatchedBuffers,  // XLA put a copy between lookup and update
+  kUnknownContext,    // no such context, or one that was closed
+  kAborted,           // abort() or close() while a call waited
+  kTimeout,           // a peer did not come in time
+  kInternal,          // a defect of ours, or out of memory
 };
 
 struct Failure {

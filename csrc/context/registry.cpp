@@ -33,11 +33,13 @@ Entry& entry_of(std::int64_t id) {
   if (found != all.open.end()) return found->second;
   const auto closed = all.closed.find(id);
   if (closed != all.closed.end()) {
-    throw Error(FailureKind::kUnknownContext, "async_emb context '" + closed->second +
-                                                  "' is closed: open it again with open_context(handle) before the step");
+    throw Error(FailureKind::kUnknownContext,
+                "async_emb context '" + closed->second +
+                    "' is closed: open it again with open_context(handle) before the step");
   }
-  throw Error(FailureKind::kUnknownContext, "async_emb context " + std::to_string(id) +
-                                                " is not open in this process: call open_context(handle) before the step");
+  throw Error(FailureKind::kUnknownContext,
+              "async_emb context " + std::to_string(id) +
+                  " is not open in this process: call open_context(handle) before the step");
 }
 
 }  // namespace
@@ -120,9 +122,10 @@ void close_context(std::int64_t id) {
   }
   for (const auto& group : context->groups()) {
     group->drain();
-    group->fail({FailureKind::kUnknownContext, "async_emb context '" + context->spec().name +
-                                                   "' was closed while a call waited: finish the steps before close, and "
-                                                   "open it again with open_context(handle)"});
+    group->fail(
+        {FailureKind::kUnknownContext, "async_emb context '" + context->spec().name +
+                                           "' was closed while a call waited: finish the steps before close, and "
+                                           "open it again with open_context(handle)"});
     group->drain();
   }
 }

@@ -16,13 +16,13 @@ using Completion = std::function<void(const Failure*)>;
 using Clock = std::chrono::steady_clock;
 
 struct Progress {
-  std::int64_t step = 0;         // 0: this slot holds no round
-  std::int64_t begin_call = 0;   // the ordered call of each rank that opened it
-  bool running = false;          // the work has begun: buffers are in use
-  bool complete = false;         // the work is over
-  bool is_void = false;          // nothing was done, by decision of the whole group
+  std::int64_t step = 0;        // 0: this slot holds no round
+  std::int64_t begin_call = 0;  // the ordered call of each rank that opened it
+  bool running = false;         // the work has begun: buffers are in use
+  bool complete = false;        // the work is over
+  bool is_void = false;         // nothing was done, by decision of the whole group
   Clock::time_point first_wait{};
-  bool waited_for = false;       // somebody's lease or done is pending
+  bool waited_for = false;  // somebody's lease or done is pending
 
   void note_wait() {
     if (waited_for) return;
@@ -35,14 +35,14 @@ struct LookupRound : Progress {
   struct Rank {
     const void* table = nullptr;
     Completion lease;
-    void* out = nullptr;          // where the done wants the rows, once it was called
+    void* out = nullptr;  // where the done wants the rows, once it was called
     Completion done;
     Clock::time_point done_called{};
     void* destination = nullptr;  // where the work writes them
     int parts_left = 0;
     bool ready = false;
   };
-  int batch = -1;                 // index of the pipeline's BatchIds
+  int batch = -1;  // index of the pipeline's BatchIds
   std::int64_t rows = 0;
   std::vector<Rank> ranks;
   std::vector<const void*> tables;  // of every rank, once the work runs

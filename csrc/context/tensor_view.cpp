@@ -60,10 +60,11 @@ void require(const DLTensor& view, const char* name, DLDataType dtype, std::span
   bool fits = same_type(view.dtype, dtype) && view.ndim == static_cast<int>(shape.size());
   for (int i = 0; fits && i < view.ndim; ++i) fits = shape[i] < 0 || view.shape[i] == shape[i];
   if (fits) return;
-  throw Error(FailureKind::kInvalidArgument, std::string(name) + " is " + describe(view) + ", but the context needs " +
-                                                 type_name(dtype) + shape_name(shape) +
-                                                 " on each device: call the operation inside jax.shard_map (a plain jit "
-                                                 "hands over the whole array) and make the context handle for these sizes");
+  throw Error(FailureKind::kInvalidArgument,
+              std::string(name) + " is " + describe(view) + ", but the context needs " + type_name(dtype) +
+                  shape_name(shape) +
+                  " on each device: call the operation inside jax.shard_map (a plain jit "
+                  "hands over the whole array) and make the context handle for these sizes");
 }
 
 }  // namespace async_emb::context

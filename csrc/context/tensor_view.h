@@ -1,4 +1,5 @@
-// Tensors as the context sees them: borrowed DLTensor views. A face fills one from its own framework's tensor; nobody copies.
+// Tensors as the context sees them: borrowed DLTensor views. A face fills one from its own framework's tensor; nobody
+// copies.
 #pragma once
 
 #if __has_include(<dlpack/dlpack.h>)
@@ -32,8 +33,6 @@ inline constexpr DLDataType kInt32{kDLInt, 32, 1};
 inline constexpr DLDataType kInt64{kDLInt, 64, 1};
 inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
-inline bool same_type(DLDataType a, DLDataType b) {
-  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
-}
+inline bool same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
 
 }  // namespace async_emb::context
