@@ -1,0 +1,1 @@
+"""A two-tower recommender on MovieLens: `python -m examples.two_tower train`."""

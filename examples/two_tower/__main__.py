@@ -1,0 +1,240 @@
+"""Command line: `python -m examples.two_tower train` and `... compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from examples.two_tower.data import DataError, Dataset, find_ratings, read_ratings, split_by_time
+from examples.two_tower.report import ReportError, RunFolder
+from examples.two_tower.settings import SCHEDULES, Schedule, Settings, SettingsError
+from examples.two_tower.synthetic import SyntheticStream
+
+if TYPE_CHECKING:
+    from examples.two_tower.train import Result
+
+# How long an interrupted run may take to finish its step before the process ends all the same.
+GRACE_SECONDS = 1.0
+INTERRUPTED = 130
+WORDS = {"staleness1": "staleness 1", "staleness0": "staleness 0", "plain": "plain JAX"}
+
+T = TypeVar("T")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console(highlight=False)
+DEFAULTS = Settings()
+
+Epochs = Annotated[int, typer.Option(help="Passes over the training data.")]
+BatchSize = Annotated[int, typer.Option("--batch", help="Examples in a step, over all devices.")]
+Width = Annotated[int, typer.Option(help="Width of an embedding row.")]
+Seed = Annotated[int, typer.Option(help="Seed of the first values and of the order of the examples.")]
+Data = Annotated[
+    Path | None, typer.Option(help="A MovieLens folder or ratings file. Default: MovieLens-100K of recbole.")
+]
+Synthetic = Annotated[int | None, typer.Option(help="Instead of ratings, generate this many examples.")]
+Devices = Annotated[int, typer.Option(help="Host devices to split tables and batches over.")]
+Dtype = Annotated[str, typer.Option(help="Of the tables: float32, bfloat16 or float16.")]
+Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Name = Annotated[str | None, typer.Option(help="Folder of this run inside --out. Default: data, schedule and time.")]
+
+
+@app.command()
+def train(
+    name: Name = None,
+    staleness: Annotated[int, typer.Option(min=0, max=1, help="1: updates overlap the next step. 0: exact.")] = 1,
+    plain: Annotated[bool, typer.Option("--plain", help="Train the plain JAX peer instead.")] = False,
+    epochs: Epochs = DEFAULTS.epochs,
+    batch: BatchSize = DEFAULTS.batch,
+    width: Width = DEFAULTS.width,
+    seed: Seed = DEFAULTS.seed,
+    data: Data = None,
+    synthetic: Synthetic = None,
+    devices: Devices = DEFAULTS.devices,
+    dtype: Dtype = DEFAULTS.dtype,
+    out: Out = Path("runs"),
+) -> None:
+    """Train one model; write metrics.csv, config.toml and metrics.png."""
+    schedule: Schedule = "plain" if plain else "staleness1" if staleness == 1 else "staleness0"
+    settings, dataset = _prepare(schedule, epochs, batch, width, seed, data, synthetic, devices, dtype)
+    name = name or f"{dataset.name}-{schedule}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, result = _run(settings, dataset, out, name)
+    console.print(f"[bold]test AUC[/]      {result.test_auc:.4f}")
+    console.print(f"[bold]examples/s[/]    {result.examples_per_second:,.0f}")
+    console.print(f"[bold]exposed time[/]  {_exposed(result)}")
+    console.print(f"[bold]files[/]         {folder.path}/: metrics.csv, config.toml, metrics.png", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    name: Name = None,
+    epochs: Epochs = DEFAULTS.epochs,
+    batch: BatchSize = DEFAULTS.batch,
+    width: Width = DEFAULTS.width,
+    seed: Seed = DEFAULTS.seed,
+    data: Data = None,
+    synthetic: Synthetic = None,
+    devices: Devices = DEFAULTS.devices,
+    dtype: Dtype = DEFAULTS.dtype,
+    out: Out = Path("runs"),
+) -> None:
+    """Train with staleness 1, staleness 0 and plain JAX from the same seed, and show the three side by side."""
+    settings, dataset = _prepare("staleness1", epochs, batch, width, seed, data, synthetic, devices, dtype)
+    name = name or f"{dataset.name}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    results: dict[Schedule, Result] = {}
+    for schedule in SCHEDULES:
+        # The peer stays in float32: it is what the tables of any dtype are measured against.
+        own = dataclasses.replace(settings, schedule=schedule, dtype="float32" if schedule == "plain" else dtype)
+        _, results[schedule] = _run(own, dataset, out, f"{name}-{schedule}")
+    table = Table("schedule", "test AUC", "against plain", "examples/s", "exposed time", title=dataset.name)
+    for schedule, result in results.items():
+        difference = f"{result.test_auc - results['plain'].test_auc:+.4f}" if schedule != "plain" else ""
+        speed = f"{result.examples_per_second:,.0f}"
+        table.add_row(WORDS[schedule], f"{result.test_auc:.4f}", difference, speed, _exposed(result))
+    console.print(table)
+    console.print(f"files in {out}/{name}-*", soft_wrap=True)
+
+
+def _prepare(
+    schedule: Schedule,
+    epochs: int,
+    batch: int,
+    width: int,
+    seed: int,
+    data: Path | None,
+    synthetic: int | None,
+    devices: int,
+    dtype: str,
+) -> tuple[Settings, Dataset]:
+    """Checks the options, sets the host devices up, and reads the data; nothing is written yet."""
+    try:
+        settings = Settings(
+            schedule=schedule, epochs=epochs, batch=batch, width=width, seed=seed, devices=devices, dtype=dtype
+        )
+        if data is not None and synthetic is not None:
+            raise SettingsError("--data and --synthetic exclude each other; give one")
+        _use_host_devices(devices)
+        dataset: Dataset
+        if synthetic is not None:
+            dataset = SyntheticStream(synthetic, seed, settings.test_fraction)
+        else:
+            dataset = split_by_time(read_ratings(find_ratings(data)), settings.test_fraction)
+        # JAX takes seconds to import and reads the flags set above.
+        importlib.import_module("examples.two_tower.train")
+    except (DataError, SettingsError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        console.print("\ninterrupted before training began; nothing was written")
+        raise typer.Exit(INTERRUPTED) from None
+    console.print(
+        f"{dataset.name}: {dataset.train_size:,} training and {len(dataset.test):,} test examples, "
+        f"{dataset.user_rows:,} users, {dataset.item_rows:,} items"
+    )
+    return settings, dataset
+
+
+def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[RunFolder, Result]:
+    from examples.two_tower.train import describe, train
+
+    try:
+        folder = RunFolder(out, name, describe(settings, dataset, name))
+    except ReportError as error:
+        _fail(str(error))
+    stop = threading.Event()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(WORDS[settings.schedule], total=None, numbers="compiling")
+
+        def watch(step: int, total: int, loss: float | None, test_auc: float | None) -> None:
+            numbers = [
+                f"{word} {value:.4f}" for word, value in (("loss", loss), ("AUC", test_auc)) if value is not None
+            ]
+            progress.update(task, completed=step, total=total, numbers="  ".join(numbers))
+
+        def work() -> Result:
+            result = train(settings, dataset, folder, watch, stop)
+            progress.update(task, numbers=f"AUC {result.test_auc:.4f}")
+            folder.plot(f"Two towers on {dataset.name}, {WORDS[settings.schedule]}, {settings.devices} devices")
+            return result
+
+        try:
+            return folder, _interruptible(work, stop)
+        except KeyboardInterrupt:
+            progress.stop()
+            console.print(f"interrupted; the metrics up to here are in {folder.csv}", soft_wrap=True)
+    # At once: a compilation or a step still in flight would hold an orderly end up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
+def _interruptible(work: Callable[[], T], stop: threading.Event) -> T:
+    """`work()` on a thread of its own, so that Ctrl-C is heard while XLA compiles or computes.
+
+    On KeyboardInterrupt sets `stop`, gives `work` GRACE_SECONDS to end by itself, and raises KeyboardInterrupt.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="training", daemon=True)
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+    except KeyboardInterrupt:
+        stop.set()
+        thread.join(GRACE_SECONDS)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _use_host_devices(devices: int) -> None:
+    """Makes JAX, which must not have been imported yet, split the host's CPU into `devices` devices."""
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _exposed(result: Result) -> str:
+    if result.exposed_seconds is None:
+        return "not measured"
+    share = f"{100.0 * result.exposed_seconds / result.seconds:.1f} % of {result.seconds:.1f} s"
+    return f"{result.exposed_seconds:.3f} s, {1000.0 * result.exposed_seconds / result.steps:.3f} ms a step ({share})"
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    app()
