@@ -335,7 +335,9 @@ def _require(
     if fits:
         return
     wanted_shape = (
-        f"{elements} elements" if shape is None else "[" + ", ".join("rows" if n is None else str(n) for n in shape) + "]"
+        f"{elements} elements"
+        if shape is None
+        else "[" + ", ".join("rows" if n is None else str(n) for n in shape) + "]"
     )
     wanted_dtype = " or ".join(np.dtype(dtype).name for dtype in dtypes)
     error = ContextError(

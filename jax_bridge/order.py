@@ -23,7 +23,7 @@ def depend(x: Tree, pin: Any, *, axes: tuple[Any, ...] = ()) -> Tree:
 
     Args:
         x: an array or a tree of arrays, of any shape and dtype.
-        pin: float32 [1].
+        pin: what to wait for: a pin, or any other array.
         axes: mesh axes over which the results shall vary besides those that ``x`` varies over.
     """
     pin = lax.stop_gradient(pin)

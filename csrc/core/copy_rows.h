@@ -14,7 +14,11 @@ template <class Lanes, int kBytes>
 ASYNC_EMB_INLINE void copy_row(Lanes lanes, const unsigned char* from, std::int64_t bytes, unsigned char* to) {
   if constexpr (Lanes::kCount == 1) {
     static_cast<void>(lanes);
-    std::memcpy(to, from, kBytes > 0 ? static_cast<std::size_t>(kBytes) : static_cast<std::size_t>(bytes));
+    if (kBytes > 0) {
+      std::memcpy(to, from, kBytes);
+    } else if (bytes > 0) {  // a rank without columns may have no memory to point at
+      std::memcpy(to, from, static_cast<std::size_t>(bytes));
+    }
   } else {
     const std::int64_t size = kBytes > 0 ? kBytes : bytes;
     const auto alignment = (reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to) |
@@ -40,7 +44,11 @@ template <class Lanes, int kBytes>
 ASYNC_EMB_INLINE void zero_row(Lanes lanes, std::int64_t bytes, unsigned char* to) {
   if constexpr (Lanes::kCount == 1) {
     static_cast<void>(lanes);
-    std::memset(to, 0, kBytes > 0 ? static_cast<std::size_t>(kBytes) : static_cast<std::size_t>(bytes));
+    if (kBytes > 0) {
+      std::memset(to, 0, kBytes);
+    } else if (bytes > 0) {
+      std::memset(to, 0, static_cast<std::size_t>(bytes));
+    }
   } else {
     for (std::int64_t i = lanes.index(); i < (kBytes > 0 ? kBytes : bytes); i += Lanes::kCount) to[i] = 0;
   }

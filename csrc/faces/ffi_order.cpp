@@ -6,7 +6,7 @@
 namespace async_emb::faces {
 namespace {
 
-ffi::Error keep(ffi::AnyBuffer x, ffi::BufferR1<ffi::F32> /*pin*/, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error keep(ffi::AnyBuffer x, ffi::AnyBuffer /*pin*/, ffi::Result<ffi::AnyBuffer> out) {
   return guarded([&] { require_alias(x, *out, "the operand of depend"); });
 }
 
@@ -21,9 +21,9 @@ ffi::Error note(std::int32_t device, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffe
 
 XLA_FFI_Error* depend(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Arg<ffi::AnyBuffer>()          // x
-                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]: what x shall wait for
-                             .Ret<ffi::AnyBuffer>()          // the same x
+                             .Arg<ffi::AnyBuffer>()  // x
+                             .Arg<ffi::AnyBuffer>()  // pin: what x shall wait for
+                             .Ret<ffi::AnyBuffer>()  // the same x
                              .To(keep)
                              .release();
   return handler->Call(call);

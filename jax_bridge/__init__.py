@@ -1,0 +1,81 @@
+"""Asynchronous sharded embedding tables for JAX.
+
+Most programs need ``AsyncEmbedding``, ``RowwiseAdagrad``, ``train_step`` and ``with_next``. ``make_context_handle`` and the
+per-shard operations are for those who write their own step inside ``jax.shard_map``.
+"""
+
+from .context import AsyncEmbContextHandle, make_context_handle
+from .embedding import AsyncEmbedding, TableState
+from .errors import (
+    AsyncEmbError,
+    ContextError,
+    ContextTypeError,
+    ContextWarning,
+    IdError,
+    PipelineError,
+)
+from .ffi import TransformationError
+from .mesh import pad_width, replica_groups
+from .ops import (
+    lookup_done,
+    lookup_start,
+    rowwise_adagrad_lazy_update_start,
+    rowwise_adagrad_update_done,
+    rowwise_adagrad_update_start,
+    stage_update,
+)
+from .optimizers import RowOptimizer, RowwiseAdagrad
+from .order import depend, mark
+from .runtime import (
+    TimelineEvent,
+    abort_context,
+    check,
+    close_context,
+    open_context,
+    start_timeline,
+    stats,
+    stop_timeline,
+)
+from .snapshots import Snapshot
+from .step_program import StepProgram, StepState
+from .train import TrainStep, train_step, with_next
+
+__all__ = [
+    "AsyncEmbContextHandle",
+    "AsyncEmbError",
+    "AsyncEmbedding",
+    "ContextError",
+    "ContextTypeError",
+    "ContextWarning",
+    "IdError",
+    "PipelineError",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "Snapshot",
+    "StepProgram",
+    "StepState",
+    "TableState",
+    "TimelineEvent",
+    "TrainStep",
+    "TransformationError",
+    "abort_context",
+    "check",
+    "close_context",
+    "depend",
+    "lookup_done",
+    "lookup_start",
+    "make_context_handle",
+    "mark",
+    "open_context",
+    "pad_width",
+    "replica_groups",
+    "rowwise_adagrad_lazy_update_start",
+    "rowwise_adagrad_update_done",
+    "rowwise_adagrad_update_start",
+    "stage_update",
+    "start_timeline",
+    "stats",
+    "stop_timeline",
+    "train_step",
+    "with_next",
+]

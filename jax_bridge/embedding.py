@@ -1,0 +1,266 @@
+"""``AsyncEmbedding``: one table, sharded over the devices of a mesh, with its optimizer and its contexts."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import global_ops, runtime
+from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
+from .errors import ContextError, ContextWarning, IdError
+from .mesh import pad_width, replica_groups
+from .optimizers import RowOptimizer
+
+Initializer = Callable[[Any, tuple[int, int]], Any]
+
+
+class TableState(NamedTuple):
+    """A table's arrays. Steps take it and give it back; in between nothing works on it.
+
+    Attributes:
+        weights: [rows, padded width], sharded by columns over the table axes.
+        optimizer: the optimizer's arrays, [rows] each, replicated.
+    """
+
+    weights: Any
+    optimizer: dict[str, Any]
+
+
+class AsyncEmbedding:
+    """An embedding table that is looked up and trained on the side of a jitted step.
+
+    Args:
+        mesh: the mesh of the program.
+        table_axis: mesh axis, or axes, that shard the table's columns.
+        rows: number of rows, at least 1.
+        width: columns of a row. A width that the number of ranks does not divide is padded; the padding never shows.
+        name: names the table in messages and contexts; two tables of one program need two names.
+        optimizer: how gradients change the table.
+        data_axis: mesh axes that shard a batch's tokens; the table axes, in their order, unless given.
+        dtype: float32, bfloat16 or float16, of weights, rows and gradient rows.
+        init: function (key, (rows, width)) -> float array; normal with standard deviation 0.05 unless given.
+        id_policy: what an id outside of [0, rows) does: "error" (reported when the step has finished; the step drops it),
+            "drop" (reads zeros, trains nothing) or "clamp".
+        padding_id: the id that reads zeros and is never trained, or None.
+        num_unique: most distinct ids in a batch; the number of tokens unless given.
+
+    Raises:
+        ContextError: with every problem of the configuration, each saying what to change.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        table_axis: str | Sequence[Hashable],
+        rows: int,
+        width: int,
+        name: str,
+        optimizer: RowOptimizer,
+        data_axis: str | Sequence[Hashable] | None = None,
+        dtype: Any = np.float32,
+        init: Initializer | None = None,
+        id_policy: IdPolicy = "error",
+        padding_id: int | None = None,
+        num_unique: int | None = None,
+    ) -> None:
+        for argument, value in (("rows", rows), ("width", width)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
+                raise ContextError(f"async_emb {name!r}: {argument}={value!r} must be an integer in [1, 2^31)")
+        if not isinstance(optimizer, RowOptimizer):
+            raise ContextError(
+                f"async_emb {name!r}: optimizer is a {type(optimizer).__name__}, but must have init and update_start, as "
+                "RowwiseAdagrad does (an optax optimizer is for the dense parameters)"
+            )
+        self.mesh = mesh
+        self.table_axis = table_axis
+        self.data_axis = table_axis if data_axis is None else data_axis
+        self.rows = int(rows)
+        self.width = int(width)
+        self.name = name
+        self.optimizer = optimizer
+        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        self.id_policy: IdPolicy = id_policy
+        self.padding_id = padding_id
+        self._num_unique = num_unique
+        self._initializer = init or _normal
+        self._handles: dict[tuple[int, str], AsyncEmbContextHandle] = {}
+        # Checks everything that does not depend on the batch, with the smallest batch there is.
+        ranks = self._ranks()
+        self._make_handle(ranks, "train")
+        self.padded_width = pad_width(self.width, ranks)
+
+    # ---- state ----
+
+    def init(self, key: Any) -> TableState:
+        """A fresh state: the same bits on any number of ranks."""
+        weights = self._place_weights(self._initializer, key)
+        return TableState(weights, self._place_optimizer(self.optimizer.init(self.rows)))
+
+    def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
+        """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
+        weights = np.asarray(weights)
+        if weights.shape != (self.rows, self.width):
+            raise ContextError(
+                f"async_emb {self.name!r}: weights have shape {list(weights.shape)}, but the table is "
+                f"[{self.rows}, {self.width}]"
+            )
+        fresh = self.optimizer.init(self.rows)
+        optimizer = fresh if optimizer is None else optimizer
+        if {n: (x.shape, x.dtype) for n, x in fresh.items()} != {
+            n: (np.shape(x), np.asarray(x).dtype) for n, x in optimizer.items()
+        }:
+            raise ContextError(
+                f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} needs "
+                f"{ {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
+            )
+        placed = self._place_weights(lambda source, shape: source, jnp.asarray(weights.astype(self.dtype)))
+        return TableState(placed, self._place_optimizer(optimizer))
+
+    def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
+        """The logical table [rows, width] and the optimizer's arrays, as host arrays, whatever the layout."""
+        weights = np.asarray(jax.device_get(state.weights))[:, : self.width].copy()
+        return weights, {name: np.array(jax.device_get(x)) for name, x in state.optimizer.items()}
+
+    # ---- evaluation ----
+
+    def lookup(self, state: TableState, token_ids: Any) -> Any:
+        """The rows of ``token_ids``, [*token_ids.shape, width]: for evaluation, of any batch size, also between steps.
+
+        It has contexts of its own, and waits for its result. Call it on arrays, not inside of a jitted function.
+
+        Raises:
+            IdError: an id outside of [0, rows), with the policy "error".
+        """
+        ids = np.asarray(jax.device_get(token_ids))
+        self.check_ids(ids)
+        flat = ids.reshape(-1)
+        if flat.size == 0:
+            return jnp.zeros((*ids.shape, self.width), self.dtype)
+        # Powers of two, so that evaluation over many batch sizes compiles a handful of programs.
+        ranks = self._ranks()
+        tokens = ranks * max(8, 1 << (-(-flat.size // ranks) - 1).bit_length())
+        handle = self.handle(tokens, "lookup")
+        # The tail repeats the last id: any id reads the same whatever its neighbours are.
+        padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
+        placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
+        rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
+        return jnp.asarray(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+
+    def check_ids(self, token_ids: Any) -> None:
+        """Raises IdError where the policy is "error" and a host array has an id outside of [0, rows)."""
+        if self.id_policy != "error" or not isinstance(token_ids, np.ndarray):
+            return
+        if token_ids.dtype.kind not in "iu":
+            raise IdError(f"async_emb {self.name!r}: token ids are {token_ids.dtype.name}, but must be integers")
+        bad = (token_ids < 0) | (token_ids >= self.rows)
+        if self.padding_id is not None:
+            bad &= token_ids != self.padding_id
+        if bad.any():
+            position = int(np.argmax(bad))
+            error = IdError(
+                f"async_emb {self.name!r}: token id {int(token_ids.reshape(-1)[position])} at position {position} is outside "
+                f"of the table's rows [0, {self.rows})"
+            )
+            error.add_note("Fix the ids, or choose id_policy='drop' or 'clamp', or name it as padding_id.")
+            raise error
+
+    # ---- contexts ----
+
+    def handle(self, tokens_per_batch: int, purpose: str = "train") -> AsyncEmbContextHandle:
+        """The context handle for batches of this many tokens (all dimensions of the ids together)."""
+        key = (tokens_per_batch, purpose)
+        if key not in self._handles:
+            self._handles[key] = self._make_handle(tokens_per_batch, purpose)
+        return self._handles[key]
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the contexts that train, summed (see ``runtime.stats``); empty before the first step."""
+        total: dict[str, float] = {}
+        for handle in self._open("train"):
+            for name, value in runtime.stats(handle).items():
+                total[name] = total.get(name, 0) + value
+        if total:
+            total["unique_share"] = total["unique_tokens"] / max(total["trained_tokens"], 1)
+        return total
+
+    def check(self) -> None:
+        """Raises what a context has to say (see ``runtime.check``). The steps that were dispatched should have finished."""
+        for handle in self._open():
+            runtime.check(handle)
+
+    def close(self) -> None:
+        """Closes every context. The next step opens what it needs again."""
+        for handle in self._open():
+            runtime.close_context(handle)
+
+    def _open(self, purpose: str | None = None) -> list[AsyncEmbContextHandle]:
+        return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
+
+    def _ranks(self) -> int:
+        axes = self.table_axis if isinstance(self.table_axis, (tuple, list)) else (self.table_axis,)
+        try:
+            return replica_groups(self.mesh, tuple(axes))[0]
+        except (ValueError, TypeError, KeyError):
+            return 1  # the check that follows says what is wrong
+
+    def _make_handle(self, tokens_per_batch: int, purpose: str) -> AsyncEmbContextHandle:
+        num_unique = tokens_per_batch if self._num_unique is None else self._num_unique
+        with warnings.catch_warnings():
+            # A bound for the largest batch is too large for the others, and for the check at construction.
+            warnings.simplefilter("ignore", ContextWarning)
+            return make_context_handle(
+                self.mesh,
+                self.table_axis,
+                data_axis=self.data_axis,
+                tokens_per_batch=tokens_per_batch,
+                emb_width=pad_width(self.width, self._ranks()),
+                num_unique=num_unique,
+                num_devices_per_node=int(np.size(self.mesh.devices)),
+                name=self.name,
+                dtype=self.dtype,
+                logical_width=self.width,
+                id_policy=self.id_policy,
+                padding_id=self.padding_id,
+                purpose=purpose,
+            )
+
+    # ---- placing arrays ----
+
+    def _weights_sharding(self) -> NamedSharding:
+        axes = self.table_axis if isinstance(self.table_axis, (tuple, list)) else (self.table_axis,)
+        return NamedSharding(self.mesh, P(None, tuple(axes)))
+
+    def _place_weights(self, initializer: Initializer, source: Any) -> Any:
+        """Weights made on the devices, so that XLA owns their buffers and a step can take them."""
+
+        @functools.partial(jax.jit, out_shardings=self._weights_sharding())
+        def make(source: Any) -> Any:
+            logical = jnp.asarray(initializer(source, (self.rows, self.width))).astype(self.dtype)
+            return jnp.pad(logical, ((0, 0), (0, self.padded_width - self.width)))
+
+        return make(source)
+
+    def _place_optimizer(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        # Through a computation: a host array that XLA only borrows could not be updated in place.
+        place = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=NamedSharding(self.mesh, P()))
+        placed: dict[str, Any] = place(arrays)
+        return placed
+
+
+def _normal(key: Any, shape: tuple[int, int]) -> Any:
+    return 0.05 * jax.random.normal(key, shape, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="handle")
+def _lookup(token_ids: Any, weights: Any, handle: AsyncEmbContextHandle) -> Any:
+    return global_ops.lookup_now(token_ids, weights, handle)

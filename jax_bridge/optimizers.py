@@ -1,0 +1,138 @@
+"""Row optimizers: how the gradient rows of a step change a table.
+
+An optimizer's rule runs in the native kernels; what is here turns settings into the operands of one step. A learning rate may be
+a schedule (a function of the step, as in optax): nothing recompiles when it changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import global_ops
+from .context import AsyncEmbContextHandle
+from .errors import ContextError
+
+Schedule = Callable[[Any], Any]
+
+
+@runtime_checkable
+class RowOptimizer(Protocol):
+    """What a step needs of an optimizer. The state is a dictionary of arrays with one entry for each row, replicated."""
+
+    def init(self, rows: int) -> dict[str, Any]:
+        """The state of an untouched table of ``rows`` rows, as host arrays."""
+        ...
+
+    def update_start(
+        self, weights: Any, state: dict[str, Any], step: Any, gate: Any, handle: AsyncEmbContextHandle
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """Starts to apply the staged gradients of ``step`` (int32, 0 for the first). Returns (weights, state, pin)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseAdagrad:
+    """Row-wise Adagrad: one fp32 accumulator for each row (``docs/numerics.md`` has the rule).
+
+    Attributes:
+        learning_rate: a number, or a schedule: a function from the step (int32, from 0) to a number.
+        eps: added to the root of the accumulator.
+        half_life: steps after which an accumulator has decayed to a half; None for no decay.
+        lazy: decay an accumulator (and weights) by the steps since the row was last touched, when it is touched again. Without
+            it, rows decay once for each step that touches them.
+        weight_decay: decoupled: each step multiplies a touched row by ``1 - learning_rate * weight_decay``; in the lazy form
+            by ``exp(-learning_rate * weight_decay * delta)``.
+        max_grad_norm: scales a step's gradient rows so that their global norm is at most this; None for no limit.
+        rounding: of stored weights, "nearest" or "stochastic" (for bfloat16 and float16 tables).
+        seed: keys the generator of stochastic rounding, together with step, row and column.
+        initial_accumulator: of every row.
+    """
+
+    learning_rate: float | Schedule
+    eps: float = 1e-8
+    half_life: float | None = None
+    lazy: bool = False
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    rounding: str = "nearest"
+    seed: int = 0
+    initial_accumulator: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.learning_rate):
+            _require_number("learning_rate", self.learning_rate, least=0.0)
+        _require_number("eps", self.eps, least=0.0)
+        _require_number("weight_decay", self.weight_decay, least=0.0)
+        _require_number("initial_accumulator", self.initial_accumulator, least=0.0)
+        if self.half_life is not None:
+            _require_number("half_life", self.half_life, above=0.0)
+        if self.max_grad_norm is not None:
+            _require_number("max_grad_norm", self.max_grad_norm, above=0.0)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ContextError(f"async_emb rounding={self.rounding!r} must be 'nearest' or 'stochastic'")
+        if not 0 <= self.seed < 2**32:
+            raise ContextError(f"async_emb seed={self.seed!r} must lie in [0, 2^32)")
+
+    def init(self, rows: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"accumulator": np.full(rows, self.initial_accumulator, np.float32)}
+        if self.lazy:
+            state["last_step"] = np.zeros(rows, np.int32)
+        return state
+
+    def update_start(
+        self, weights: Any, state: dict[str, Any], step: Any, gate: Any, handle: AsyncEmbContextHandle
+    ) -> tuple[Any, dict[str, Any], Any]:
+        rate = jnp.asarray(
+            self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate, jnp.float32
+        )
+        common: dict[str, Any] = {
+            "learning_rate": rate,
+            "eps": self.eps,
+            "max_grad_norm": self.max_grad_norm,
+            "rounding": self.rounding,
+        }
+        if self.rounding == "stochastic":
+            common |= {"seed": np.uint32(self.seed), "rounding_step": jnp.asarray(step).astype(jnp.uint32)}
+        if self.lazy:
+            weights, accumulator, last_step, pin = global_ops.rowwise_adagrad_lazy_update_start(
+                weights,
+                state["accumulator"],
+                state["last_step"],
+                jnp.asarray(step + 1, jnp.int32),  # an untouched row was last touched at 0
+                gate,
+                handle,
+                accum_decay_rate=0.0 if self.half_life is None else math.log(2) / self.half_life,
+                weight_decay_rate=rate * np.float32(self.weight_decay),
+                **common,
+            )
+            return weights, {"accumulator": accumulator, "last_step": last_step}, pin
+        weights, accumulator, pin = global_ops.rowwise_adagrad_update_start(
+            weights,
+            state["accumulator"],
+            gate,
+            handle,
+            decay_factor=1.0 if self.half_life is None else 0.5 ** (1 / self.half_life),
+            weight_decay_factor=np.float32(1) - rate * np.float32(self.weight_decay),
+            **common,
+        )
+        return weights, {"accumulator": accumulator}, pin
+
+
+def state_shape(optimizer: RowOptimizer, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of an optimizer's state."""
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in optimizer.init(rows).items()}
+
+
+def _require_number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
+    fits = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+    fits = fits and (least is None or value >= least) and (above is None or value > above)
+    if not fits:
+        bound = f"at least {least:g}" if least is not None else f"above {above:g}"
+        raise ContextError(f"async_emb RowwiseAdagrad {name}={value!r} must be a finite number {bound}")

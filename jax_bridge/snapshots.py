@@ -1,0 +1,111 @@
+"""Snapshots: everything that a resume needs, as host arrays that know nothing of the layout.
+
+In the middle of the asynchronous schedule that is more than tables and parameters: gradients are staged for the next update, and
+a lookup is armed. A snapshot holds the gradients, and the ids of the lookup; whoever restores looks those up again, in the same
+table, and gets the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import jax
+import numpy as np
+
+from .context import AsyncEmbContextHandle
+from .embedding import AsyncEmbedding, TableState
+from .errors import ContextError
+from .runtime import native, open_context
+
+
+class StagedUpdate(TypedDict):
+    """Gradient rows that wait for the next update: ids int32 [tokens] (-1 trains nothing), grads [tokens, width]."""
+
+    ids: np.ndarray[Any, Any]
+    grads: np.ndarray[Any, Any]
+    pending: bool
+
+
+class TableSnapshot(TypedDict):
+    """weights [rows, width], and the optimizer's arrays."""
+
+    weights: np.ndarray[Any, Any]
+    optimizer: dict[str, np.ndarray[Any, Any]]
+
+
+class Snapshot(TypedDict):
+    """A tree of host arrays. ``staged`` is empty and ``armed`` None where nothing is under way."""
+
+    params: Any
+    opt_state: Any
+    step: np.ndarray[Any, Any]
+    tables: dict[str, TableSnapshot]
+    staged: dict[str, StagedUpdate]
+    armed: dict[str, np.ndarray[Any, Any]] | None
+
+
+def take(
+    tables: Mapping[str, AsyncEmbedding],
+    handles: Mapping[str, AsyncEmbContextHandle],
+    state: Any,
+    armed: Mapping[str, Any] | None,
+) -> Snapshot:
+    """The snapshot of a state at rest."""
+    host: Any = lambda tree: jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)  # noqa: E731
+    saved: dict[str, TableSnapshot] = {}
+    for name, table in tables.items():
+        weights, optimizer = table.to_arrays(state.tables[name])
+        saved[name] = {"weights": weights, "optimizer": optimizer}
+    staged = {name: update for name, handle in handles.items() if (update := _staged(handle)) is not None}
+    return {
+        "params": host(state.params),
+        "opt_state": host(state.opt_state),
+        "step": np.array(jax.device_get(state.step)),
+        "tables": saved,
+        "staged": staged,
+        "armed": None if armed is None else host(dict(armed)),
+    }
+
+
+def tables_of(tables: Mapping[str, AsyncEmbedding], snapshot: Snapshot) -> dict[str, TableState]:
+    """The tables of a snapshot, placed on their meshes."""
+    if set(snapshot["tables"]) != set(tables):
+        raise ContextError(
+            f"async_emb restore: the snapshot has tables {sorted(snapshot['tables'])}, but the step has {sorted(tables)}"
+        )
+    return {
+        name: table.from_arrays(snapshot["tables"][name]["weights"], snapshot["tables"][name]["optimizer"])
+        for name, table in tables.items()
+    }
+
+
+def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], snapshot: Snapshot) -> None:
+    """Hands the snapshot's staged gradients to the contexts, which must be idle."""
+    for name, handle in handles.items():
+        staged = snapshot["staged"][name]
+        grads = np.asarray(staged["grads"]).astype(handle.dtype)
+        if grads.shape != (handle.tokens_per_batch, handle.logical_width):
+            raise ContextError(
+                f"async_emb restore: staged gradients of {name!r} have shape {list(grads.shape)}, but the step needs "
+                f"[{handle.tokens_per_batch}, {handle.logical_width}]"
+            )
+        padded = np.pad(grads, ((0, 0), (0, handle.emb_width - handle.logical_width)))
+        open_context(handle)
+        ids = np.ascontiguousarray(staged["ids"], dtype=np.int32)
+        native().restore_staged(handle.context_id, ids.tobytes(), padded.tobytes(), bool(staged["pending"]))
+
+
+def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
+    if not native().is_open(handle.context_id):
+        return None
+    staged = native().staged(handle.context_id)
+    if staged is None:
+        return None
+    ids, grads, pending = staged
+    rows = np.frombuffer(grads, handle.dtype).reshape(handle.tokens_per_batch, handle.emb_width)
+    return {
+        "ids": np.frombuffer(ids, np.int32).copy(),
+        "grads": rows[:, : handle.logical_width].copy(),
+        "pending": bool(pending),
+    }
