@@ -1,7 +1,7 @@
 """Asynchronous sharded embedding tables for JAX.
 
-Most programs need ``AsyncEmbedding``, ``RowwiseAdagrad``, ``train_step`` and ``with_next``. ``make_context_handle`` and the
-per-shard operations are for those who write their own step inside ``jax.shard_map``.
+Most programs need ``AsyncEmbedding``, ``RowwiseAdagrad``, ``train_step`` and ``with_next``. ``make_context_handle`` and
+the per-shard operations are for those who write their own step inside ``jax.shard_map``.
 """
 
 from .context import AsyncEmbContextHandle, make_context_handle

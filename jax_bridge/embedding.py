@@ -48,8 +48,8 @@ class AsyncEmbedding:
         data_axis: mesh axes that shard a batch's tokens; the table axes, in their order, unless given.
         dtype: float32, bfloat16 or float16, of weights, rows and gradient rows.
         init: function (key, (rows, width)) -> float array; normal with standard deviation 0.05 unless given.
-        id_policy: what an id outside of [0, rows) does: "error" (reported when the step has finished; the step drops it),
-            "drop" (reads zeros, trains nothing) or "clamp".
+        id_policy: what an id outside of [0, rows) does: "error" (reported when the step has finished; the step drops
+            it), "drop" (reads zeros, trains nothing) or "clamp".
         padding_id: the id that reads zeros and is never trained, or None.
         num_unique: most distinct ids in a batch; the number of tokens unless given.
 
@@ -78,8 +78,8 @@ class AsyncEmbedding:
                 raise ContextError(f"async_emb {name!r}: {argument}={value!r} must be an integer in [1, 2^31)")
         if not isinstance(optimizer, RowOptimizer):
             raise ContextError(
-                f"async_emb {name!r}: optimizer is a {type(optimizer).__name__}, but must have init and update_start, as "
-                "RowwiseAdagrad does (an optax optimizer is for the dense parameters)"
+                f"async_emb {name!r}: optimizer is a {type(optimizer).__name__}, but must have init and update_start, "
+                f"as RowwiseAdagrad does (an optax optimizer is for the dense parameters)"
             )
         self.mesh = mesh
         self.table_axis = table_axis
@@ -120,8 +120,8 @@ class AsyncEmbedding:
             n: (np.shape(x), np.asarray(x).dtype) for n, x in optimizer.items()
         }:
             raise ContextError(
-                f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} needs "
-                f"{ {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
+                f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} "
+                f"needs { {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
             )
         placed = self._place_weights(lambda source, shape: source, jnp.asarray(weights.astype(self.dtype)))
         return TableState(placed, self._place_optimizer(optimizer))
@@ -168,8 +168,8 @@ class AsyncEmbedding:
         if bad.any():
             position = int(np.argmax(bad))
             error = IdError(
-                f"async_emb {self.name!r}: token id {int(token_ids.reshape(-1)[position])} at position {position} is outside "
-                f"of the table's rows [0, {self.rows})"
+                f"async_emb {self.name!r}: token id {int(token_ids.reshape(-1)[position])} at position {position} is "
+                f"outside of the table's rows [0, {self.rows})"
             )
             error.add_note("Fix the ids, or choose id_policy='drop' or 'clamp', or name it as padding_id.")
             raise error
@@ -194,7 +194,8 @@ class AsyncEmbedding:
         return total
 
     def check(self) -> None:
-        """Raises what a context has to say (see ``runtime.check``). The steps that were dispatched should have finished."""
+        """Raises what a context has to say (see ``runtime.check``). The steps that were dispatched should have
+        finished."""
         for handle in self._open():
             runtime.check(handle)
 

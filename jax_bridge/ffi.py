@@ -1,7 +1,8 @@
-"""Calls of the native handlers from traced code: types that say what varies over the mesh, and transformations that say no.
+"""Calls of the native handlers from traced code: types that say what varies, and transformations that say no.
 
-Results of ``jax.ffi.ffi_call`` count as replicated inside ``jax.shard_map``. Where they are not, ``jax.grad`` would silently give
-wrong gradients of replicated parameters, so ``call`` states for every result whether it varies over the table axes.
+Results of ``jax.ffi.ffi_call`` count as replicated inside ``jax.shard_map``. Where they are not, ``jax.grad`` would
+silently give wrong gradients of replicated parameters, so ``call`` states for every result whether it varies over the
+table axes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def call(
         target: name of the handler.
         operation: the public function that the user has called, for messages.
         operands: arrays; their types become varying over ``axes``.
-        results: shapes and dtypes. They vary over ``axes``, and over what the operands vary over, except ``replicated``.
+        results: shapes and dtypes. They vary over ``axes``, and over what the operands vary over, except
+            ``replicated``.
         axes: the table axes.
         replicated: indices of results that are the same on every shard.
         aliases: operand index to result index, for what works in place.
@@ -76,9 +78,10 @@ def call(
 
 
 _SUPPORTED_ROUTE = {
-    "lookup_start": "differentiate the loss with respect to the rows that lookup_done returns, and hand their gradient to "
+    "lookup_start": "differentiate the loss with respect to the rows that lookup_done returns, and hand their "
+    "gradient to stage_update",
+    "lookup_done": "differentiate the loss with respect to the rows that it returns, and hand their gradient to "
     "stage_update",
-    "lookup_done": "differentiate the loss with respect to the rows that it returns, and hand their gradient to stage_update",
     "stage_update": "call it outside of the differentiated function, on the gradient of the rows",
     "depend": "order a whole batch at once",
 }

@@ -1,8 +1,8 @@
 """The operations on global arrays: the per-shard ones, wrapped in ``jax.shard_map`` over the handle's mesh.
 
-Call them inside ``jax.jit``. Shapes are those of the whole arrays: token_ids [...] with tokens_per_batch elements, their first
-dimension sharded over ``data_axis``; table [rows, emb_width]; rows [*token_ids.shape, logical_width] (padding columns are cut
-off); gates and pins [group_size].
+Call them inside ``jax.jit``. Shapes are those of the whole arrays: token_ids [...] with tokens_per_batch elements,
+their first dimension sharded over ``data_axis``; table [rows, emb_width]; rows [*token_ids.shape, logical_width]
+(padding columns are cut off); gates and pins [group_size].
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def wait_for(gate: Any, value: Any, value_spec: P, handle: AsyncEmbContextHandle
 
 
 def hold_until(value: Any, gate: Any, value_spec: P, handle: AsyncEmbContextHandle) -> Any:
-    """``value``, not used before ``gate``; it lies on the mesh as ``value_spec`` says. The gradient passes unchanged."""
+    """``value``, not used before ``gate``; it lies on the mesh as ``value_spec`` says. The gradient passes
+    unchanged."""
 
     def per_shard(value: Any, gate: Any) -> Any:
         return order.depend(value, gate)

@@ -1,8 +1,8 @@
 """The per-shard operations, called inside ``jax.shard_map`` over the mesh of the handle.
 
-Every operation is a pair: a start, which returns at once, and a done, which gives the result. ``gate`` and ``pin`` (float32
-[1], P(data_axis)) carry order: an operation runs after its gate, and its pin is there when it has been issued. See
-``docs/step.md`` for one training step.
+Every operation is a pair: a start, which returns at once, and a done, which gives the result. ``gate`` and ``pin``
+(float32 [1], P(data_axis)) carry order: an operation runs after its gate, and its pin is there when it has
+been issued. See ``docs/step.md`` for one training step.
 
 | argument or result | shape on a shard | dtype | spec |
 |---|---|---|---|
@@ -76,7 +76,8 @@ def lookup_done(pin: Any, handle: AsyncEmbContextHandle, *, token_ids: Any = Non
     Args:
         pin: of the last ``lookup_start``; an older one is refused.
         handle: the handle.
-        token_ids: the ids that the rows are wanted for. If they are not the ids that were looked up, the call is refused.
+        token_ids: the ids that the rows are wanted for. If they are not the ids that were looked up, the call is
+            refused.
     """
     open_context(handle)
     pin = _gate(handle, pin, "pin")
@@ -144,14 +145,16 @@ def rowwise_adagrad_update_start(
     """Starts to apply the staged gradients, in place, by row-wise Adagrad (design of the rule: ``docs/numerics.md``).
 
     For every row of the batch, with G the sum of its gradient rows and D the logical width, in fp32:
-    ``a = a * decay_factor + sum(G**2) / D``; ``w = round(w * weight_decay_factor - learning_rate / (sqrt(a) + eps) * G)``.
-    Row-wise Adagrad is Adagrad (Duchi et al. 2011) with one accumulator for each row, as in FBGEMM's exact row-wise Adagrad.
+    ``a = a * decay_factor + sum(G**2) / D``; ``w = round(w * weight_decay_factor - learning_rate / (sqrt(a) + eps)
+    * G)``. Row-wise Adagrad is Adagrad (Duchi et al. 2011) with one accumulator for each row, as in FBGEMM's exact
+    row-wise Adagrad.
 
     Args:
         table, row_state: to update in place; use what is returned from here on.
         gate: what to wait for.
         handle: the handle.
-        learning_rate, eps, decay_factor, weight_decay_factor: numbers, or float32 scalars: changing them recompiles nothing.
+        learning_rate, eps, decay_factor, weight_decay_factor: numbers, or float32 scalars: changing them recompiles
+            nothing.
         max_grad_norm: scales gradients so that their global norm is at most this; None for no limit.
         rounding: "nearest" or "stochastic", of the stored weights.
         seed, rounding_step: with "stochastic", uint32 scalars that key the generator.
@@ -244,8 +247,8 @@ def rowwise_adagrad_update_done(gate: Any, handle: AsyncEmbContextHandle) -> tup
     """Waits for the update that was started last.
 
     Returns:
-        ``(norm, valid, pending, pin)``: the global gradient norm before clipping, whether the update was applied (its norm
-        was finite and it was staged with pending), and whether one had been staged.
+        ``(norm, valid, pending, pin)``: the global gradient norm before clipping, whether the update was applied (its
+        norm was finite and it was staged with pending), and whether one had been staged.
     """
     open_context(handle)
     norm, valid, pending, pin = call(
@@ -345,8 +348,8 @@ def _require(
         f"{wanted_dtype} with {wanted_shape}"
     )
     error.add_note(
-        "Call the operation inside jax.shard_map over the handle's mesh (a plain jit hands over whole arrays), with the "
-        f"specs of its documentation, and make the handle for these sizes: tokens_per_batch={handle.tokens_per_batch}, "
-        f"emb_width={handle.emb_width}, num_unique={handle.num_unique}, dtype={handle.dtype.name}."
+        "Call the operation inside jax.shard_map over the handle's mesh (a plain jit hands over whole arrays), with "
+        f"the specs of its documentation, and make the handle for these sizes: "
+        f"tokens_per_batch={handle.tokens_per_batch}, emb_width={handle.emb_width}, num_unique={handle.num_unique}, dtype={handle.dtype.name}."
     )
     raise error

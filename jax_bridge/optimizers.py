@@ -1,7 +1,7 @@
 """Row optimizers: how the gradient rows of a step change a table.
 
-An optimizer's rule runs in the native kernels; what is here turns settings into the operands of one step. A learning rate may be
-a schedule (a function of the step, as in optax): nothing recompiles when it changes.
+An optimizer's rule runs in the native kernels; what is here turns settings into the operands of one step. A learning
+rate may be a schedule (a function of the step, as in optax): nothing recompiles when it changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Schedule = Callable[[Any], Any]
 
 @runtime_checkable
 class RowOptimizer(Protocol):
-    """What a step needs of an optimizer. The state is a dictionary of arrays with one entry for each row, replicated."""
+    """What a step needs of an optimizer. The state is a dictionary of arrays with one entry for each row,
+    replicated."""
 
     def init(self, rows: int) -> dict[str, Any]:
         """The state of an untouched table of ``rows`` rows, as host arrays."""
@@ -45,10 +46,10 @@ class RowwiseAdagrad:
         learning_rate: a number, or a schedule: a function from the step (int32, from 0) to a number.
         eps: added to the root of the accumulator.
         half_life: steps after which an accumulator has decayed to a half; None for no decay.
-        lazy: decay an accumulator (and weights) by the steps since the row was last touched, when it is touched again. Without
-            it, rows decay once for each step that touches them.
-        weight_decay: decoupled: each step multiplies a touched row by ``1 - learning_rate * weight_decay``; in the lazy form
-            by ``exp(-learning_rate * weight_decay * delta)``.
+        lazy: decay an accumulator (and weights) by the steps since the row was last touched, when it is touched again.
+            Without it, rows decay once for each step that touches them.
+        weight_decay: decoupled: each step multiplies a touched row by ``1 - learning_rate * weight_decay``; in the lazy
+            form by ``exp(-learning_rate * weight_decay * delta)``.
         max_grad_norm: scales a step's gradient rows so that their global norm is at most this; None for no limit.
         rounding: of stored weights, "nearest" or "stochastic" (for bfloat16 and float16 tables).
         seed: keys the generator of stochastic rounding, together with step, row and column.

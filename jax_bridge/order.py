@@ -1,8 +1,8 @@
 """Order between calls and dense compute.
 
-XLA orders by data alone. A pin is data that a call returns, a gate is data that a call waits for; ``depend`` makes any array
-wait for a pin. It is an identity on an aliased buffer: no copy, no change of a bit (``x + 0 * pin`` would lose -0.0 and NaN
-payloads), and unlike ``lax.optimization_barrier`` it is still there when the program runs.
+XLA orders by data alone. A pin is data that a call returns, a gate is data that a call waits for; ``depend`` makes any
+array wait for a pin. It is an identity on an aliased buffer: no copy, no change of a bit (``x + 0 * pin`` would lose
+-0.0 and NaN payloads), and unlike ``lax.optimization_barrier`` it is still there when the program runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process's side of a context: opening, closing, errors that are waiting, counters, and the recorded timeline.
 
-Contexts live in the native module, found there by ``context_id`` and device. The per-shard operations open theirs while they
-are traced, so most programs never call ``open_context``.
+Contexts live in the native module, found there by ``context_id`` and device. The per-shard operations open theirs while
+they are traced, so most programs never call ``open_context``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 @functools.cache
 def native() -> Any:
-    """The native module, with its FFI handlers registered. Imported on first use, so that importing jax_bridge is cheap."""
+    """The native module, with its FFI handlers registered. Imported on first use, so that importing jax_bridge is
+    cheap."""
     import torch_ext
 
     # jaxlib's own version of the FFI, from the header it ships: a newer handler would end the process at backend start.
@@ -38,7 +39,8 @@ def native() -> Any:
 
 
 def timeout_seconds() -> float:
-    """How long one wait may last: ``ASYNC_EMB_TIMEOUT_SECONDS``, 1800 where it is not set. Read when a context opens."""
+    """How long one wait may last: ``ASYNC_EMB_TIMEOUT_SECONDS``, 1800 where it is not set. Read when a context
+    opens."""
     text = os.environ.get("ASYNC_EMB_TIMEOUT_SECONDS")
     if text is None:
         return DEFAULT_TIMEOUT_SECONDS
@@ -91,20 +93,22 @@ def is_open(handle: AsyncEmbContextHandle) -> bool:
 
 
 def close_context(handle: AsyncEmbContextHandle) -> None:
-    """Lets running work end, answers calls that still wait with an error, and forgets the context. Closing twice is fine."""
+    """Lets running work end, answers calls that still wait with an error, and forgets the context. Closing twice is
+    fine."""
     native().close_context(handle.context_id)
 
 
 def abort_context(handle: AsyncEmbContextHandle, reason: str) -> None:
-    """Ends every wait of the context with an error that says ``reason``. Every later call fails until it is closed and opened."""
+    """Ends every wait of the context with an error that says ``reason``. Every later call fails until it is closed
+    and opened."""
     _call(native().abort_context, handle.context_id, reason)
 
 
 def check(handle: AsyncEmbContextHandle) -> None:
     """Raises what the context has to say: a call that came at the wrong time, or ids that the policy "error" met.
 
-    Call it when the steps that were dispatched have finished (``jax.block_until_ready``). Raising clears the error; tables
-    and state are valid.
+    Call it when the steps that were dispatched have finished (``jax.block_until_ready``). Raising clears the error;
+    tables and state are valid.
 
     Raises:
         PipelineError: a call was refused; nothing was applied from there on.
@@ -124,8 +128,8 @@ def stats(handle: AsyncEmbContextHandle) -> dict[str, float]:
 
     Counts: ``lookups``, ``tokens``, ``updates`` (applied), ``skipped_updates``, ``trained_tokens``, ``unique_tokens``,
     ``bad_ids``, ``padding_ids``, ``saturated`` (fp16 stores), ``refused_calls``, and the native calls of each kind
-    (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``arena_bytes``. ``unique_share`` is unique over
-    trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks.
+    (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``arena_bytes``. ``unique_share`` is unique
+    over trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks.
     """
     counts: dict[str, float] = dict(_call(native().stats, handle.context_id))
     counts["unique_share"] = counts["unique_tokens"] / max(counts["trained_tokens"], 1)
@@ -164,8 +168,8 @@ def _call(function: Any, *args: Any) -> Any:
 def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError:
     if problem["too_many_unique"]:
         error = IdError(
-            f"async_emb {handle.name!r}: the batch of update step {problem['step']} has {problem['unique']} unique ids, "
-            f"more than num_unique={handle.num_unique}"
+            f"async_emb {handle.name!r}: the batch of update step {problem['step']} has {problem['unique']} unique "
+            f"ids, more than num_unique={handle.num_unique}"
         )
         error.add_note(
             f"The {handle.num_unique} smallest were trained. Raise num_unique; "
@@ -177,8 +181,8 @@ def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError
         f"{problem['step']} is outside of the table's rows [0, {problem['rows']})"
     )
     error.add_note(
-        "It was dropped: its row read as zeros and its gradient went nowhere. Fix the ids, or choose id_policy='drop' or "
-        "'clamp', or name it as padding_id."
+        "It was dropped: its row read as zeros and its gradient went nowhere. Fix the ids, or choose "
+        "id_policy='drop' or 'clamp', or name it as padding_id."
     )
     return error
 
@@ -187,8 +191,8 @@ def _require_local_cpu_devices(handle: AsyncEmbContextHandle) -> None:
     for device in handle.mesh.devices.flat:
         if device.platform != "cpu":
             raise ContextError(
-                f"async_emb context {handle.name!r}: device {device} of the mesh is a {device.platform} device, but this "
-                "build of the native module has kernels for cpu only"
+                f"async_emb context {handle.name!r}: device {device} of the mesh is a {device.platform} device, but "
+                f"this build of the native module has kernels for cpu only"
             )
         if device.process_index != jax.process_index():
             raise ContextError(

@@ -1,8 +1,8 @@
 """Snapshots: everything that a resume needs, as host arrays that know nothing of the layout.
 
-In the middle of the asynchronous schedule that is more than tables and parameters: gradients are staged for the next update, and
-a lookup is armed. A snapshot holds the gradients, and the ids of the lookup; whoever restores looks those up again, in the same
-table, and gets the same rows.
+In the middle of the asynchronous schedule that is more than tables and parameters: gradients are staged for the next
+update, and a lookup is armed. A snapshot holds the gradients, and the ids of the lookup; whoever restores
+looks those up again, in the same table, and gets the same rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def tables_of(tables: Mapping[str, AsyncEmbedding], snapshot: Snapshot) -> dict[
     """The tables of a snapshot, placed on their meshes."""
     if set(snapshot["tables"]) != set(tables):
         raise ContextError(
-            f"async_emb restore: the snapshot has tables {sorted(snapshot['tables'])}, but the step has {sorted(tables)}"
+            f"async_emb restore: the snapshot has tables {sorted(snapshot['tables'])}, but the step has "
+            f"{sorted(tables)}"
         )
     return {
         name: table.from_arrays(snapshot["tables"][name]["weights"], snapshot["tables"][name]["optimizer"])

@@ -1,12 +1,13 @@
 """One training step over several tables, as traced code: which call waits for what.
 
-Every table's calls are chained on one gate, in the order of the tables' names. Order comes from data alone, so dense compute is
-placed between calls by making values wait: the rows for the update starts (forward after them), the gate for the loss
-(update_done after the forward), the loss's cotangent for the lookup starts (backward after them).
+Every table's calls are chained on one gate, in the order of the tables' names. Order comes from data alone, so dense
+compute is placed between calls by making values wait: the rows for the update starts (forward after
+them), the gate for the loss (update_done after the forward), the loss's cotangent for the lookup starts (backward after them).
 
 Staleness 1::
 
-    lookup_done(k) -> update_start(k-1) -> forward -> update_done(k-1) -> lookup_start(k+1) -> backward -> stage_update(k)
+    lookup_done(k) -> update_start(k-1) -> forward -> update_done(k-1) -> lookup_start(k+1) -> backward
+                 -> stage_update(k)
 
 Staleness 0::
 
@@ -192,8 +193,8 @@ class StepProgram:
         gate: Any,
         between: Callable[[Any, Any], Any] = lambda loss, gate: gate,
     ) -> tuple[Any, Rows, Any, Any, Any]:
-        """Loss and gradients. ``between`` issues calls after the forward and before the backward (with microbatches: in the
-        middle of them). Returns (gradients, gradient of the rows, loss, aux, gate)."""
+        """Loss and gradients. ``between`` issues calls after the forward and before the backward (with microbatches:
+        in the middle of them). Returns (gradients, gradient of the rows, loss, aux, gate)."""
         if self.microbatches > 1:
             return self._dense_in_pieces(params, rows, batch, gate, between)
         rows = {
@@ -248,7 +249,8 @@ class StepProgram:
 
 
 def _cut(x: Any, ranks: int, count: int) -> Any:
-    """[ranks * count * n, ...] -> [count, ranks * n, ...], every rank's tokens cut into ``count`` pieces of their own."""
+    """[ranks * count * n, ...] -> [count, ranks * n, ...], every rank's tokens cut into ``count`` pieces of their
+    own."""
     n = x.shape[0] // (ranks * count)
     return x.reshape(ranks, count, n, *x.shape[1:]).swapaxes(0, 1).reshape(count, ranks * n, *x.shape[1:])
 

@@ -39,15 +39,17 @@ def train_step(
 
     Args:
         tables: by the name under which ``rows`` and ``ids_of`` have them; all on one mesh.
-        loss_fn: (params, rows, batch) -> scalar loss. ``rows[name]`` is [*ids.shape, width]. All arrays are global: a mean over
-            the batch is the mean over all devices.
+        loss_fn: (params, rows, batch) -> scalar loss. ``rows[name]`` is [*ids.shape, width]. All arrays are global: a
+            mean over the batch is the mean over all devices.
         optimizer: optax optimizer of ``params``.
         ids_of: batch -> {name: token ids}, integers of any shape whose first dimension the number of ranks divides.
-        staleness: 1 hides lookups and updates behind the dense part, and looks up rows that miss the last update; 0 misses none.
+        staleness: 1 hides lookups and updates behind the dense part, and looks up rows that miss the last update; 0
+            misses none.
         microbatches: go over a batch in this many pieces: one lookup, one update.
         has_aux: ``loss_fn`` returns (loss, aux); aux is in the metrics.
         sync_errors: wait for every step and check it, instead of raising at the next call.
-        donate: take the state's buffers. False (staleness 0 only) leaves the old state usable, for a copy of each table a step.
+        donate: take the state's buffers. False (staleness 0 only) leaves the old state usable, for a copy of each table
+            a step.
 
     Raises:
         ContextError: a configuration that cannot work.
@@ -127,8 +129,8 @@ class TrainStep:
             upcoming: the next call's batch (staleness 1 starts to look it up), or None where there is none.
 
         Returns:
-            ``(state, metrics)``: "loss", "finite" (whether the step's gradients were), and by table "norm", "valid" (an update
-            was applied) and "pending" (one was there). With staleness 1 these three are about the step before.
+            ``(state, metrics)``: "loss", "finite" (whether the step's gradients were), and by table "norm", "valid" (an
+            update was applied) and "pending" (one was there). With staleness 1 these three are about the step before.
 
         Raises:
             PipelineError, IdError: what an earlier step had to say, or a state that is not the last one.
@@ -180,7 +182,8 @@ class TrainStep:
         return {name: table.stats() for name, table in self.tables.items()}
 
     def close(self) -> None:
-        """Lets running work end and closes the contexts of every table. The step can be used again after ``flush`` or ``init``."""
+        """Lets running work end and closes the contexts of every table. The step can be used again after ``flush``
+        or ``init``."""
         for table in self.tables.values():
             table.close()
         self._last = self._armed = self._in_flight = None
@@ -266,9 +269,9 @@ class TrainStep:
             and self._last
         ):
             raise PipelineError(
-                f"async_emb: the batch has {sizes} tokens by table, but the lookup that is armed and the gradients that are "
-                f"staged belong to batches of {self._current.sizes}: flush before the batch size changes, or pad the batch "
-                "with padding_id"
+                f"async_emb: the batch has {sizes} tokens by table, but the lookup that is armed and the gradients "
+                f"that are staged belong to batches of {self._current.sizes}: flush before the batch size changes, or "
+                f"pad the batch with padding_id"
             )
         self._current = self._programs[sizes]
         return self._current
@@ -284,15 +287,15 @@ class TrainStep:
         table.check_ids(ids)
         if isinstance(ids, np.ndarray) and ids.dtype not in (np.int32, np.int64):
             ids = ids.astype(np.int64)
-        if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not jax.config.jax_enable_x64:
+        if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
             # Without x64 JAX would wrap them around. What does not fit is out of range for any table.
             ids = np.clip(ids, np.iinfo(np.int32).min, np.iinfo(np.int32).max).astype(np.int32)
         sharding = NamedSharding(table.mesh, global_ops.token_spec(self._smallest_handle(name)))
         shape = np.shape(ids)
         if not shape or shape[0] % table._ranks():
             raise ContextError(
-                f"async_emb {table.name!r}: token ids have shape {list(shape)}, whose first dimension is not a multiple of "
-                f"the {table._ranks()} ranks: pad the batch, with padding_id for the ids"
+                f"async_emb {table.name!r}: token ids have shape {list(shape)}, whose first dimension is not a "
+                f"multiple of the {table._ranks()} ranks: pad the batch, with padding_id for the ids"
             )
         return jax.device_put(ids, sharding)
 
@@ -301,12 +304,13 @@ class TrainStep:
             same = jax.tree.map(lambda a, b: a is b, state.pins, self._last)
             if not all(jax.tree.leaves(same)):
                 raise PipelineError(
-                    "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a lookup "
-                    "are under way that belong to that state alone: go on from it, or flush it, or restore a snapshot"
+                    "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a "
+                    "lookup are under way that belong to that state alone: go on from it, flush it, or restore a snapshot"
                 )
 
     def _arm_for(self, state: StepState, ids: Mapping[str, Any], compiled: _Compiled) -> StepState:
-        """Sees to it that the lookup of ``ids`` is armed. A batch other than the one that was announced is refused later."""
+        """Sees to it that the lookup of ``ids`` is armed. A batch other than the one that was announced is refused
+        later."""
         if self._armed is not None:
             return state
         if self._last is None:
@@ -349,8 +353,8 @@ def _check_arguments(tables: Mapping[str, AsyncEmbedding], staleness: int, micro
         raise ContextError(f"async_emb train_step: microbatches={microbatches!r} must be an integer of at least 1")
     if staleness == 1 and not donate:
         raise ContextError(
-            "async_emb train_step: staleness=1 needs donate=True (donate_argnums of jax.jit). Lookup and update of a step "
-            "work on one buffer over two calls, and without donation XLA would put a copy of the table between them"
+            "async_emb train_step: staleness=1 needs donate=True (donate_argnums of jax.jit). Lookup and update of a "
+            "step work on one buffer over two calls, and without donation XLA would put a copy of it between them"
         )
     if len({table.mesh for table in tables.values()}) > 1:
         raise ContextError(f"async_emb train_step: the tables {sorted(tables)} are on different meshes; use one")
