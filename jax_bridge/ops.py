@@ -350,6 +350,7 @@ def _require(
     error.add_note(
         "Call the operation inside jax.shard_map over the handle's mesh (a plain jit hands over whole arrays), with "
         f"the specs of its documentation, and make the handle for these sizes: "
-        f"tokens_per_batch={handle.tokens_per_batch}, emb_width={handle.emb_width}, num_unique={handle.num_unique}, dtype={handle.dtype.name}."
+        f"tokens_per_batch={handle.tokens_per_batch}, emb_width={handle.emb_width}, "
+        f"num_unique={handle.num_unique}, dtype={handle.dtype.name}."
     )
     raise error

@@ -1,8 +1,8 @@
 """One training step over several tables, as traced code: which call waits for what.
 
 Every table's calls are chained on one gate, in the order of the tables' names. Order comes from data alone, so dense
-compute is placed between calls by making values wait: the rows for the update starts (forward after
-them), the gate for the loss (update_done after the forward), the loss's cotangent for the lookup starts (backward after them).
+compute is placed between calls by making values wait: the rows for the update starts (forward after them), the gate for
+the loss (update_done after the forward), the loss's cotangent for the lookup starts (backward after them).
 
 Staleness 1::
 

@@ -305,7 +305,7 @@ class TrainStep:
             if not all(jax.tree.leaves(same)):
                 raise PipelineError(
                     "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a "
-                    "lookup are under way that belong to that state alone: go on from it, flush it, or restore a snapshot"
+                    "lookup are under way that belong to it alone: go on from it, flush it, or restore a snapshot"
                 )
 
     def _arm_for(self, state: StepState, ids: Mapping[str, Any], compiled: _Compiled) -> StepState:

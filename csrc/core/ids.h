@@ -23,13 +23,13 @@ struct IdReport {
 // id that is clamped onto padding_id is bad and has no row, because that row is never read nor trained.
 ASYNC_EMB_INLINE std::int32_t clean_id(std::int64_t id, std::int64_t rows, IdPolicy policy, bool has_padding,
                                        std::int64_t padding_id, bool& is_padding, bool& is_bad) {
-  is_padding = has_padding & (id == padding_id);
+  is_padding = has_padding && id == padding_id;
   is_bad = !is_padding && (id < 0 || id >= rows);
   // A table without rows has nothing to clamp to.
   const std::int64_t nearest = id < 0 ? (rows > 0 ? 0 : -1) : rows - 1;
   const std::int64_t replacement = policy == IdPolicy::kClamp ? nearest : -1;
   const std::int64_t row = is_bad ? replacement : id;
-  return static_cast<std::int32_t>(has_padding & (row == padding_id) ? -1 : row);
+  return static_cast<std::int32_t>(has_padding && row == padding_id ? -1 : row);
 }
 
 // Cleans ids in[0 .. count - 1] into out. rows is at most 2^31 - 1; Id is int32 or int64.

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -27,9 +26,9 @@ class AsyncTrainer:
                 rows=rows,
                 width=settings.width,
                 name=name,
-                dtype=jnp.dtype(settings.dtype),
+                dtype=settings.dtype,
                 padding_id=PADDING_ID,
-                initializer=table_initializer(settings),
+                init=table_initializer(settings),
                 optimizer=RowwiseAdagrad(
                     learning_rate=settings.table_learning_rate,
                     half_life=settings.table_half_life,
@@ -49,7 +48,6 @@ class AsyncTrainer:
                 optax.adam(settings.dense_learning_rate),
                 ids_of=ids_of,
                 staleness=1 if settings.schedule == "staleness1" else 0,
-                tokens_per_batch=settings.batch,
             )
         )
         key, table_key = jax.random.split(jax.random.key(settings.seed))
@@ -77,8 +75,8 @@ class AsyncTrainer:
         return np.asarray(self._logits(self._state.params, rows))
 
     def exposed_seconds(self) -> float | None:
-        """How long the steps so far have waited for lookups and updates, in seconds, over all tables."""
-        return sum(float(table["exposed_wait_seconds"]) for table in self._step.stats().values())
+        """Seconds that the steps so far waited for lookups and updates: mean over devices, sum over tables."""
+        return sum(table.get("exposed_wait_seconds", 0.0) for table in self._step.stats().values())
 
     def close(self) -> None:
         self._cleanup.close()

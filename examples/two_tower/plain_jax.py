@@ -103,9 +103,10 @@ def _init(
     params_key, table_key = jax.random.split(key)
     params = init_params(params_key, settings)
     init_table = table_initializer(settings)
+    # The keys are dealt out as `train_step(...).init` deals them, so that all schedules start from the same tables.
     tables = {
         name: init_table(one, (rows, settings.width), jnp.float32)
-        for (name, rows), one in zip(sizes.items(), jax.random.split(table_key, len(sizes)), strict=True)
+        for (name, rows), one in zip(sorted(sizes.items()), jax.random.split(table_key, len(sizes)), strict=True)
     }
     return PlainState(params, optimizer.init(params), tables, {name: jnp.zeros(rows) for name, rows in sizes.items()})
 
