@@ -43,10 +43,15 @@ $(VENV)/.ready: constraints.txt
 build: $(VENV)/.built ## Build the native module and install the package, editable
 
 $(VENV)/.built: $(VENV)/.ready $(NATIVE_INPUTS)
-	$(PIP) --no-build-isolation -e '.[test]'
+	$(PIP) --no-build-isolation -e '.[test,train]'
 	@touch $@
 
-test: build ## Run the Python tests
+# MovieLens-100K comes with RecBole, whose own requirements neither the example nor its tests need.
+$(VENV)/.movielens: $(VENV)/.ready
+	$(PIP) --no-deps recbole==1.2.1
+	@touch $@
+
+test: build $(VENV)/.movielens ## Run the Python tests
 	$(RUN) -m pytest -q $(TEST_ARGS)
 
 lint: build ## Check style and types of Python, style of C++
@@ -75,13 +80,8 @@ build/native-test/run build/native-test-asan/run build/native-test-tsan/run: $(V
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
 
-train: $(VENV)/.train ## Train the two-tower example
+train: build $(VENV)/.movielens ## Train the two-tower example
 	$(RUN) -m examples.two_tower $(TRAIN_ARGS)
-
-$(VENV)/.train: $(VENV)/.built
-	$(PIP) --no-build-isolation -e '.[test,train]'
-	$(PIP) --no-deps recbole==1.2.1
-	@touch $@
 
 clean: ## Remove .venv and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
