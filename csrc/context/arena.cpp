@@ -34,6 +34,9 @@ BatchIds::BatchIds(std::int64_t tokens)
       positions(bytes_of("token positions", 4, tokens)) {}
 
 Arena::Arena(const ContextSpec& spec, const core::ColumnLayout& layout) {
+  // Kernels number tokens by int32; this also makes sure that spec.tokens() itself does not overflow.
+  core::checked_int32("tokens of a batch",
+                      core::checked_product("tokens of a batch", {spec.tokens_per_rank, spec.group_size}));
   const std::int64_t element = core::size_of(spec.dtype);
   const std::int64_t unique = std::min(spec.num_unique, spec.tokens());
   for (int rank = 0; rank < spec.group_size; ++rank) {

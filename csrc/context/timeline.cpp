@@ -30,9 +30,9 @@ std::vector<TimelineEvent> Timeline::stop() {
 }
 
 void Timeline::append(const char* name, const std::string& table, std::int64_t device, std::int64_t step) {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
   std::lock_guard lock(mutex);
   if (!recording()) return;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();  // with the lock, so that times follow the list
   events.push_back({name, table, device, step, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()});
 }
 
