@@ -19,6 +19,7 @@ from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
 from .errors import ContextError, ContextWarning, IdError
 from .mesh import pad_width, replica_groups
 from .optimizers import RowOptimizer
+from .token_ids import as_int32, as_integers, require_in_table
 
 Initializer = Callable[[Any, tuple[int, int]], Any]
 
@@ -76,11 +77,14 @@ class AsyncEmbedding:
         for argument, value in (("rows", rows), ("width", width)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
                 raise ContextError(f"async_emb {name!r}: {argument}={value!r} must be an integer in [1, 2^31)")
-        if not isinstance(optimizer, RowOptimizer):
+        if isinstance(optimizer, type) or not isinstance(optimizer, RowOptimizer):
             raise ContextError(
-                f"async_emb {name!r}: optimizer is a {type(optimizer).__name__}, but must have init and update_start, "
-                f"as RowwiseAdagrad does (an optax optimizer is for the dense parameters)"
+                f"async_emb {name!r}: optimizer={optimizer!r} is a {type(optimizer).__name__}, but must be an instance "
+                "with init and update_start, such as RowwiseAdagrad(learning_rate=0.05). An optax optimizer is for the "
+                "dense parameters: give it to train_step"
             )
+        if padding_id is not None and isinstance(padding_id, int) and not -(2**31) <= padding_id < 2**31:
+            raise ContextError(f"async_emb {name!r}: padding_id={padding_id} does not fit int32, as token ids must")
         self.mesh = mesh
         self.table_axis = table_axis
         self.data_axis = table_axis if data_axis is None else data_axis
@@ -94,6 +98,8 @@ class AsyncEmbedding:
         self._num_unique = num_unique
         self._initializer = init or _normal
         self._handles: dict[tuple[int, str], AsyncEmbContextHandle] = {}
+        self._told: dict[int, float] = {}  # by context: refused calls and bad ids when it was last checked
+        self._early: dict[int, IdError] = {}  # by context: what has_news has taken from it
         # Checks everything that does not depend on the batch, with the smallest batch there is.
         ranks = self._ranks()
         self._make_handle(ranks, "train")
@@ -108,7 +114,7 @@ class AsyncEmbedding:
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
         """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
-        weights = np.asarray(weights)
+        weights = with_dtype(weights, self.dtype)
         if weights.shape != (self.rows, self.width):
             raise ContextError(
                 f"async_emb {self.name!r}: weights have shape {list(weights.shape)}, but the table is "
@@ -123,7 +129,7 @@ class AsyncEmbedding:
                 f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} "
                 f"needs { {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
             )
-        placed = self._place_weights(lambda source, shape: source, jnp.asarray(weights.astype(self.dtype)))
+        placed = self._place_weights(lambda source, shape: source, weights)
         return TableState(placed, self._place_optimizer(optimizer))
 
     def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
@@ -141,8 +147,7 @@ class AsyncEmbedding:
         Raises:
             IdError: an id outside of [0, rows), with the policy "error".
         """
-        ids = np.asarray(jax.device_get(token_ids))
-        self.check_ids(ids)
+        ids = self.prepare_ids(np.asarray(jax.device_get(token_ids)))
         flat = ids.reshape(-1)
         if flat.size == 0:
             return jnp.zeros((*ids.shape, self.width), self.dtype)
@@ -153,26 +158,20 @@ class AsyncEmbedding:
         # The tail repeats the last id: any id reads the same whatever its neighbours are.
         padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
         placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
+        runtime.open_context(handle)  # it may have been closed since the program was traced
         rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
         return jnp.asarray(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
 
-    def check_ids(self, token_ids: Any) -> None:
-        """Raises IdError where the policy is "error" and a host array has an id outside of [0, rows)."""
-        if self.id_policy != "error" or not isinstance(token_ids, np.ndarray):
-            return
-        if token_ids.dtype.kind not in "iu":
-            raise IdError(f"async_emb {self.name!r}: token ids are {token_ids.dtype.name}, but must be integers")
-        bad = (token_ids < 0) | (token_ids >= self.rows)
-        if self.padding_id is not None:
-            bad &= token_ids != self.padding_id
-        if bad.any():
-            position = int(np.argmax(bad))
-            error = IdError(
-                f"async_emb {self.name!r}: token id {int(token_ids.reshape(-1)[position])} at position {position} is "
-                f"outside of the table's rows [0, {self.rows})"
-            )
-            error.add_note("Fix the ids, or choose id_policy='drop' or 'clamp', or name it as padding_id.")
-            raise error
+    def prepare_ids(self, token_ids: Any) -> Any:
+        """Token ids as the native calls take them: int32 (int64 stays with x64), NumPy or jax.
+
+        Raises:
+            IdError: they are not integers, or, with the policy "error", a host array has one outside of [0, rows).
+        """
+        ids = as_integers(token_ids, self.name)
+        if self.id_policy == "error" and isinstance(ids, np.ndarray):
+            require_in_table(ids, table=self.name, rows=self.rows, padding_id=self.padding_id)
+        return as_int32(ids)
 
     # ---- contexts ----
 
@@ -194,15 +193,39 @@ class AsyncEmbedding:
         return total
 
     def check(self) -> None:
-        """Raises what a context has to say (see ``runtime.check``). The steps that were dispatched should have
-        finished."""
+        """Raises what a context has to say (see ``runtime.check``). Every step must have finished."""
         for handle in self._open():
+            self._told[handle.context_id] = self._troubles(handle)
+            early = self._early.pop(handle.context_id, None)
             runtime.check(handle)
+            if early is not None:
+                raise early
+
+    def has_news(self) -> bool:
+        """Whether ``check`` would raise, as far as one can tell while steps run. Never waits."""
+        for handle in self._open("train"):
+            if handle.num_unique < handle.tokens_per_batch and handle.context_id not in self._early:
+                try:
+                    runtime.check_ids(handle)
+                except IdError as error:
+                    self._early[handle.context_id] = error
+        handles = self._open()
+        return bool(self._early) or any(self._troubles(h) != self._told.get(h.context_id, 0) for h in handles)
 
     def close(self) -> None:
         """Closes every context. The next step opens what it needs again."""
         for handle in self._open():
             runtime.close_context(handle)
+        self._told.clear()
+        self._early.clear()
+
+    def smallest_handle(self) -> AsyncEmbContextHandle:
+        """The handle for a batch of one token on each rank: for what does not depend on the batch."""
+        return self.handle(self._ranks())
+
+    def _troubles(self, handle: AsyncEmbContextHandle) -> float:
+        counts = runtime.stats(handle)
+        return counts["refused_calls"] + (counts["bad_ids"] if self.id_policy == "error" else 0)
 
     def _open(self, purpose: str | None = None) -> list[AsyncEmbContextHandle]:
         return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
@@ -246,7 +269,8 @@ class AsyncEmbedding:
 
         @functools.partial(jax.jit, out_shardings=self._weights_sharding())
         def make(source: Any) -> Any:
-            logical = jnp.asarray(initializer(source, (self.rows, self.width))).astype(self.dtype)
+            # A copy, or where there is nothing to pad the result could be the source's own buffer.
+            logical = jnp.copy(jnp.asarray(initializer(source, (self.rows, self.width))).astype(self.dtype))
             return jnp.pad(logical, ((0, 0), (0, self.padded_width - self.width)))
 
         return make(source)
@@ -256,6 +280,14 @@ class AsyncEmbedding:
         place = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=NamedSharding(self.mesh, P()))
         placed: dict[str, Any] = place(arrays)
         return placed
+
+
+def with_dtype(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A host array of ``dtype``. ``np.savez`` keeps bfloat16's bits but not its name: they are taken as they are."""
+    array = np.asarray(array)
+    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        return array.view(dtype)
+    return array.astype(dtype)
 
 
 def _normal(key: Any, shape: tuple[int, int]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import ops, order
@@ -162,7 +162,19 @@ def hold_until(value: Any, gate: Any, value_spec: P, handle: AsyncEmbContextHand
 def _map(
     handle: AsyncEmbContextHandle, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    return jax.shard_map(function, mesh=handle.mesh, in_specs=in_specs, out_specs=out_specs)
+    mapped = jax.shard_map(function, mesh=handle.mesh, in_specs=in_specs, out_specs=out_specs)
+    if AxisType.Explicit not in handle.mesh.axis_types:
+        return mapped
+
+    def placed(*args: Any) -> Any:
+        # With explicit axes a value's type says where it lies, and shard_map moves nothing.
+        moved = [
+            jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, NamedSharding(handle.mesh, spec)), arg)
+            for arg, spec in zip(args, in_specs, strict=True)
+        ]
+        return mapped(*moved)
+
+    return placed
 
 
 def _rows_of_tokens(rows: Any, ids: Any, handle: AsyncEmbContextHandle) -> Any:

@@ -78,8 +78,8 @@ class RowwiseAdagrad:
             _require_number("max_grad_norm", self.max_grad_norm, above=0.0)
         if self.rounding not in ("nearest", "stochastic"):
             raise ContextError(f"async_emb rounding={self.rounding!r} must be 'nearest' or 'stochastic'")
-        if not 0 <= self.seed < 2**32:
-            raise ContextError(f"async_emb seed={self.seed!r} must lie in [0, 2^32)")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 2**32:
+            raise ContextError(f"async_emb seed={self.seed!r} must be an integer in [0, 2^32)")
 
     def init(self, rows: int) -> dict[str, Any]:
         state: dict[str, Any] = {"accumulator": np.full(rows, self.initial_accumulator, np.float32)}

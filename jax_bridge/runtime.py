@@ -114,11 +114,20 @@ def check(handle: AsyncEmbContextHandle) -> None:
         PipelineError: a call was refused; nothing was applied from there on.
         IdError: ids outside of the table, or more unique ids than ``num_unique``; they were dropped.
     """
-    module = native()
-    refusal = _call(module.take_refusal, handle.context_id)
-    problem = _call(module.take_id_problem, handle.context_id)
+    refusal = _call(native().take_refusal, handle.context_id)
+    problem = _call(native().take_id_problem, handle.context_id)
     if refusal is not None:
-        raise PipelineError(refusal)
+        error = PipelineError(refusal)
+        if problem is not None:
+            error.add_note(f"Also: {_id_error(handle, problem)}")
+        raise error
+    if problem is not None:
+        raise _id_error(handle, problem)
+
+
+def check_ids(handle: AsyncEmbContextHandle) -> None:
+    """As ``check``, for ids alone; may be called while steps run, and then perhaps raises not a step's first id."""
+    problem = _call(native().take_id_problem, handle.context_id)
     if problem is not None:
         raise _id_error(handle, problem)
 

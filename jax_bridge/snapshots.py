@@ -14,17 +14,18 @@ import jax
 import numpy as np
 
 from .context import AsyncEmbContextHandle
-from .embedding import AsyncEmbedding, TableState
+from .embedding import AsyncEmbedding, TableState, with_dtype
 from .errors import ContextError
-from .runtime import native, open_context
+from .runtime import is_open, native, open_context
 
 
 class StagedUpdate(TypedDict):
-    """Gradient rows that wait for the next update: ids int32 [tokens] (-1 trains nothing), grads [tokens, width]."""
+    """Gradient rows that wait for the next update: ids int32 [tokens] (-1 trains nothing), grads [tokens, width], and
+    pending, bool []."""
 
     ids: np.ndarray[Any, Any]
     grads: np.ndarray[Any, Any]
-    pending: bool
+    pending: np.ndarray[Any, Any]
 
 
 class TableSnapshot(TypedDict):
@@ -57,7 +58,9 @@ def take(
     for name, table in tables.items():
         weights, optimizer = table.to_arrays(state.tables[name])
         saved[name] = {"weights": weights, "optimizer": optimizer}
-    staged = {name: update for name, handle in handles.items() if (update := _staged(handle)) is not None}
+    staged = staged_of(handles)
+    if staged:  # of every table, or of none: a table without gradients gets some that train nothing
+        staged |= {name: _nothing_staged(handle) for name, handle in handles.items() if name not in staged}
     return {
         "params": host(state.params),
         "opt_state": host(state.opt_state),
@@ -81,11 +84,25 @@ def tables_of(tables: Mapping[str, AsyncEmbedding], snapshot: Snapshot) -> dict[
     }
 
 
-def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], snapshot: Snapshot) -> None:
-    """Hands the snapshot's staged gradients to the contexts, which must be idle."""
-    for name, handle in handles.items():
-        staged = snapshot["staged"][name]
-        grads = np.asarray(staged["grads"]).astype(handle.dtype)
+def require_staleness(snapshot: Snapshot, staleness: int) -> None:
+    """Raises ContextError where the snapshot holds what the schedule cannot continue."""
+    if snapshot["staged"] and staleness == 0:
+        raise ContextError(
+            "async_emb restore: the snapshot was taken with staleness 1 and holds gradients that are staged, which "
+            "staleness 0 has no place for: restore it with staleness=1 and flush, or take it after a flush"
+        )
+
+
+def staged_of(handles: Mapping[str, AsyncEmbContextHandle]) -> dict[str, StagedUpdate]:
+    """The staged gradients of those contexts that have some. Nothing may be running."""
+    return {name: update for name, handle in handles.items() if (update := _staged(handle)) is not None}
+
+
+def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], staged: Mapping[str, StagedUpdate]) -> None:
+    """Hands staged gradients to their contexts, which must be idle."""
+    for name, update in staged.items():
+        handle = handles[name]
+        grads = with_dtype(update["grads"], handle.dtype)
         if grads.shape != (handle.tokens_per_batch, handle.logical_width):
             raise ContextError(
                 f"async_emb restore: staged gradients of {name!r} have shape {list(grads.shape)}, but the step needs "
@@ -93,12 +110,12 @@ def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], snapshot: Snaps
             )
         padded = np.pad(grads, ((0, 0), (0, handle.emb_width - handle.logical_width)))
         open_context(handle)
-        ids = np.ascontiguousarray(staged["ids"], dtype=np.int32)
-        native().restore_staged(handle.context_id, ids.tobytes(), padded.tobytes(), bool(staged["pending"]))
+        ids = np.ascontiguousarray(update["ids"], dtype=np.int32)
+        native().restore_staged(handle.context_id, ids.tobytes(), padded.tobytes(), bool(update["pending"]))
 
 
 def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
-    if not native().is_open(handle.context_id):
+    if not is_open(handle):
         return None
     staged = native().staged(handle.context_id)
     if staged is None:
@@ -108,5 +125,13 @@ def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
     return {
         "ids": np.frombuffer(ids, np.int32).copy(),
         "grads": rows[:, : handle.logical_width].copy(),
-        "pending": bool(pending),
+        "pending": np.array(bool(pending)),
+    }
+
+
+def _nothing_staged(handle: AsyncEmbContextHandle) -> StagedUpdate:
+    return {
+        "ids": np.full(handle.tokens_per_batch, -1, np.int32),
+        "grads": np.zeros((handle.tokens_per_batch, handle.logical_width), handle.dtype),
+        "pending": np.array(False),
     }

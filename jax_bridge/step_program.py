@@ -17,17 +17,20 @@ Staleness 0::
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from . import global_ops as ops
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState
+from .errors import ContextError
 
 Rows = dict[str, Any]
 LossFunction = Callable[[Any, Rows, Any], Any]
@@ -83,7 +86,7 @@ class StepProgram:
             tables[name] = tables[name]._replace(weights=weights)
         rows, gate = self._consume(pins, ids, gate)
         gradients, rows_gradient, loss, aux, gate = self._dense(state.params, rows, batch, gate)
-        finite = _all_finite((gradients, rows_gradient))
+        finite = _all_finite((loss, gradients, rows_gradient))
         gate = self._stage(rows_gradient, finite, gate)
         tables, gate = self._start_updates(tables, state.step, gate)
         reports, gate = self._finish_updates(gate)
@@ -108,7 +111,7 @@ class StepProgram:
             return gate
 
         gradients, rows_gradient, loss, aux, gate = self._dense(state.params, rows, batch, gate, between)
-        finite = _all_finite((gradients, rows_gradient))
+        finite = _all_finite((loss, gradients, rows_gradient))
         self._stage(rows_gradient, finite, gate)
         params, opt_state = self._update_dense(state, gradients, finite)
         metrics = {"loss": loss, "finite": finite, **reports, **({"aux": aux} if self.has_aux else {})}
@@ -134,8 +137,11 @@ class StepProgram:
             gate = ops.lookup_discard(pin, self.handles[name])
         return gate
 
-    def apply_staged(self, tables: Mapping[str, TableState], step: Any, gate: Any) -> tuple[dict[str, TableState], Any]:
+    def apply_staged(
+        self, tables: Mapping[str, TableState], step: Any, gate: Any | None = None
+    ) -> tuple[dict[str, TableState], Any]:
         """Applies the gradients that the last step has staged. Returns (tables, reports)."""
+        gate = self._gate() if gate is None else gate
         updated, gate = self._start_updates(dict(tables), step, gate)
         reports, _ = self._finish_updates(gate)
         return updated, reports
@@ -209,19 +215,24 @@ class StepProgram:
 
     def _forward(self, params: Any, rows: Rows, batch: Any) -> tuple[Any, Callable[[Any], Any], Any]:
         def loss_of(params: Any, rows: Rows) -> Any:
-            return self.loss_fn(params, rows, batch)
+            out = self.loss_fn(params, rows, batch)
+            loss, aux = out if self.has_aux and isinstance(out, tuple) and len(out) == 2 else (out, None)
+            if not hasattr(loss, "dtype") or np.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+                wanted = "(scalar floating-point loss, aux)" if self.has_aux else "a scalar floating-point loss"
+                raise ContextError(
+                    f"async_emb train_step: loss_fn must return {wanted}, but returned {jax.tree.map(jax.typeof, out)}"
+                )
+            return loss, aux
 
-        if self.has_aux:
-            loss, pull_back, aux = jax.vjp(loss_of, params, rows, has_aux=True)
-            return loss, pull_back, aux
-        loss, pull_back = jax.vjp(loss_of, params, rows)
-        return loss, pull_back, None
+        loss, pull_back, aux = jax.vjp(loss_of, params, rows, has_aux=True)
+        return loss, pull_back, aux
 
     def _dense_in_pieces(
         self, params: Any, rows: Rows, batch: Any, gate: Any, between: Callable[[Any, Any], Any]
     ) -> tuple[Any, Rows, Any, Any, Any]:
         count = self.microbatches
         ranks = self._first_handle().group_size
+        _require_pieces(batch, ranks, count)
         slices = jax.tree.map(lambda x: _cut(x, ranks, count), (rows, batch))
 
         def piece(carry: Any, slice_: Any) -> Any:
@@ -239,13 +250,46 @@ class StepProgram:
             return jax.lax.scan(piece, carry, (some_rows, some_batch))
 
         # The first half hides the updates that run, the second half the lookups that `between` starts.
-        zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        one = jax.tree.map(lambda x: x[0], slices)
+        loss_type = jax.eval_shape(lambda: self._forward(params, *one)[0])
+        zero = (jnp.zeros((), loss_type.dtype), jax.tree.map(jnp.zeros_like, params))
         carry, first_half = run(zero, 0, count // 2, gate)
         gate = between(carry[0], gate)
         (loss, gradients), second_half = run(carry, count // 2, count, gate)
         rows_gradient, aux = jax.tree.map(lambda *x: jnp.concatenate(x), first_half, second_half)
         rows_gradient = {name: _join(x, ranks, count) for name, x in rows_gradient.items()}
         return gradients, rows_gradient, loss, aux, gate
+
+
+class Compiled:
+    """The jitted programs for one batch size."""
+
+    def __init__(self, program: StepProgram, staleness: int, donate: bool) -> None:
+        self.program = program
+        self.sizes = tuple(program.handles[name].tokens_per_batch for name in sorted(program.handles))
+        if staleness == 0:
+            self.step = jax.jit(program.exact, donate_argnums=(0,) if donate else ())
+            return
+        self.step = jax.jit(program.stale, donate_argnums=(0,))
+        take_tables = functools.partial(jax.jit, donate_argnums=(0,))
+        arm = take_tables(lambda tables, ids: program.arm(tables, ids)[:2])
+        rearm = take_tables(lambda tables, pins, ids: program.arm(tables, ids, program.disarm(pins))[:2])
+        apply = take_tables(lambda tables, step: program.apply_staged(tables, step - 1))
+        flush = take_tables(lambda tables, pins, step: program.apply_staged(tables, step - 1, program.disarm(pins)))
+        self.arm = lambda state, ids: arm(state.tables, ids)
+        self.rearm = lambda state, ids: rearm(state.tables, state.pins, ids)
+        self.apply = lambda state: apply(state.tables, state.step)
+        self.flush = lambda state: flush(state.tables, state.pins, state.step)
+
+
+def _require_pieces(batch: Any, ranks: int, count: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape or shape[0] % (ranks * count):
+            raise ContextError(
+                f"async_emb train_step: microbatches={count} over {ranks} ranks need batches whose first dimension is "
+                f"a multiple of {ranks * count}, but batch{jax.tree_util.keystr(path)} has shape {list(shape)}"
+            )
 
 
 def _cut(x: Any, ranks: int, count: int) -> Any:

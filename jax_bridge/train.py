@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import collections
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -13,11 +14,12 @@ import optax
 from jax.sharding import NamedSharding
 
 from . import global_ops, runtime, snapshots
-from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding
-from .errors import ContextError, PipelineError
+from .errors import AsyncEmbError, ContextError, IdError, PipelineError
 from .snapshots import Snapshot
-from .step_program import LossFunction, StepProgram, StepState
+from .step_program import Compiled, LossFunction, StepProgram, StepState
+from .token_ids import as_int32
+from .train_checks import check_arguments
 
 Batch = TypeVar("Batch")
 IdsOf = Callable[[Any], Mapping[str, Any]]
@@ -45,7 +47,8 @@ def train_step(
         ids_of: batch -> {name: token ids}, integers of any shape whose first dimension the number of ranks divides.
         staleness: 1 hides lookups and updates behind the dense part, and looks up rows that miss the last update; 0
             misses none.
-        microbatches: go over a batch in this many pieces: one lookup, one update.
+        microbatches: go over a batch in this many pieces, with one lookup and one update. The loss is the mean of the
+            pieces' losses.
         has_aux: ``loss_fn`` returns (loss, aux); aux is in the metrics.
         sync_errors: wait for every step and check it, instead of raising at the next call.
         donate: take the state's buffers. False (staleness 0 only) leaves the old state usable, for a copy of each table
@@ -96,7 +99,7 @@ class TrainStep:
         sync_errors: bool,
         donate: bool,
     ) -> None:
-        _check_arguments(tables, staleness, microbatches, donate)
+        check_arguments(tables, loss_fn, optimizer, ids_of, staleness, microbatches, donate)
         self.tables = dict(tables)
         self.staleness = staleness
         self._loss_fn = loss_fn
@@ -106,16 +109,23 @@ class TrainStep:
         self._has_aux = has_aux
         self._sync_errors = sync_errors
         self._donate = donate
-        self._programs: dict[tuple[int, ...], _Compiled] = {}
-        self._current: _Compiled | None = None
-        self._last: Any = None  # pins of the state that the last call returned
-        self._armed: Mapping[str, Any] | None = None  # ids of the lookup that is armed for a batch to come
-        self._in_flight: Any = None
+        self._programs: dict[tuple[int, ...], Compiled] = {}
+        self._current: Compiled | None = None
+        self._owned: set[int] = set()  # contexts that were begun here
+        self._in_flight: collections.deque[Any] = collections.deque()  # losses of steps that may still run
+        # With staleness 1, what is under way between two calls:
+        self._last: Any = None  # pins of the state that it belongs to; None where nothing is
+        self._armed: Mapping[str, Any] | None = None  # ids of the lookup that is armed for the batch announced
+        self._unwanted = False  # a lookup is armed though no batch was announced
 
     # ---- the loop ----
 
     def init(self, params: Any, key: Any) -> StepState:
-        """A fresh state: tables from their initializers, dense parameters as given."""
+        """A fresh state: tables from their initializers, dense parameters as given.
+
+        Drops what an earlier state had under way.
+        """
+        self._restart()
         keys = jax.random.split(key, len(self.tables))
         tables = {name: self.tables[name].init(k) for name, k in zip(sorted(self.tables), keys, strict=True)}
         return self._state(params, self._optimizer.init(params), tables, 0)
@@ -129,109 +139,160 @@ class TrainStep:
             upcoming: the next call's batch (staleness 1 starts to look it up), or None where there is none.
 
         Returns:
-            ``(state, metrics)``: "loss", "finite" (whether the step's gradients were), and by table "norm", "valid" (an
-            update was applied) and "pending" (one was there). With staleness 1 these three are about the step before.
+            ``(state, metrics)``: "loss", "finite" (whether loss and gradients were; if not, nothing is learned from the
+            batch), and by table "norm", "valid" (an update was applied) and "pending" (one was there). With staleness 1
+            these three are about the step before.
 
         Raises:
-            PipelineError, IdError: what an earlier step had to say, or a state that is not the last one.
+            PipelineError, IdError: what an earlier step had to say, or a state that is not the last one. Nothing of
+                this call has run: call again with the same state. Only with ``sync_errors`` it is about this step,
+                which has run: go on from the exception's attribute ``state``.
         """
         self.check()
         ids = self._place_ids(batch)
-        next_ids = ids if upcoming is None else self._place_ids(upcoming)
-        compiled = self._compiled(ids)
+        compiled = self._compiled(self._sizes(ids))
         if self.staleness == 0:
+            self._use(compiled)
             state, metrics = compiled.step(state, batch, ids)
         else:
+            next_ids = ids if upcoming is None else self._place_ids(upcoming)
+            self._require_same_size(compiled, self._sizes(next_ids))
             self._require_last(state)
-            state = self._arm_for(state, ids, compiled)
+            self._use(compiled)
+            if self._armed is None:
+                jax.block_until_ready(state)
+                # Arming takes the tables, so an error of the model comes before it.
+                compiled.step.eval_shape(state, batch, ids, next_ids)
+                state = self._arm(state, ids, compiled)
             state, metrics = compiled.step(state, batch, ids, next_ids)
-            self._armed = None if upcoming is None else next_ids
             self._last = state.pins
-        self._in_flight = metrics["loss"]
+            self._armed, self._unwanted = (None, True) if upcoming is None else (next_ids, False)
+        self._in_flight.append(metrics["loss"])
         if self._sync_errors:
-            self.check(wait=True)
+            self._check_and_hand_over(state)
         return state, metrics
 
     def flush(self, state: StepState) -> StepState:
         """Applies what the last step has staged, and returns the contexts to their first-step state. Waits."""
         self.check(wait=True)
-        compiled = self._current
-        if self.staleness == 1 and compiled is not None and self._last is not None:
+        if self._last is not None:
+            assert self._current is not None
             self._require_last(state)
-            tables, reports = compiled.flush(state)
+            self._use(self._current)
+            tables, reports = (self._current.flush if self._looks_up() else self._current.apply)(state)
             state = state._replace(tables=tables, pins=self._pins())
             jax.block_until_ready(reports)
-            for handle in compiled.program.handles.values():
+            for handle in self._current.program.handles.values():
                 runtime.native().return_to_first_step(handle.context_id)
-        self._last = self._armed = None
-        jax.block_until_ready(state.params)
-        self.check(wait=True)
+            self._forget()
+        jax.block_until_ready(state)
+        self._check_and_hand_over(state)
         return state
 
     def check(self, *, wait: bool = False) -> None:
-        """Raises what the contexts have to say. Without ``wait`` only where the last step has finished."""
-        if self._in_flight is not None:
-            if not wait and not self._in_flight.is_ready():
+        """Raises what the contexts have to say about the steps that have finished; with ``wait``, about all.
+
+        Raises:
+            PipelineError: a call was refused, and so was everything after it; tables and parameters are as before.
+                Gradients that were staged are kept where every rank still had them, a lookup that was armed is dropped:
+                go on from the last state with any batch.
+            IdError: ids outside of a table, which were dropped.
+        """
+        count = len(self._in_flight)
+        self._wait(every=wait)
+        if not wait and 0 < count == len(self._in_flight):
+            return
+        if self._in_flight:
+            if not any(table.has_news() for table in self.tables.values()):
                 return
-            jax.block_until_ready(self._in_flight)
-        for table in self.tables.values():
-            table.check()
+            self._wait(every=True)  # a refusal can be taken back only where nothing runs
+        try:
+            for table in self.tables.values():
+                table.check()
+        except PipelineError:
+            self._recover()
+            raise
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Each table's counters (``AsyncEmbedding.stats``)."""
+        self.check()
         return {name: table.stats() for name, table in self.tables.items()}
 
     def close(self) -> None:
-        """Lets running work end and closes the contexts of every table. The step can be used again after ``flush``
-        or ``init``."""
-        for table in self.tables.values():
-            table.close()
-        self._last = self._armed = self._in_flight = None
+        """Waits for the steps that were dispatched, closes the contexts of every table, and raises what was still to be said.
+
+        Drops gradients that are staged: ``flush`` first to keep them. The step can be used again.
+        """
+        try:
+            self.check(wait=True)
+        finally:
+            for table in self.tables.values():
+                table.close()
+            self._owned.clear()
+            self._in_flight.clear()
+            self._forget()
 
     def __enter__(self) -> TrainStep:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as another:
+            if error is None:
+                raise
+            if isinstance(another, AsyncEmbError):
+                error.add_note(f"And on closing: {another}")
 
     # ---- snapshots ----
 
     def snapshot(self, state: StepState) -> Snapshot:
         """Everything that a resume needs, as host arrays; training goes on from ``state`` undisturbed."""
         self.check(wait=True)
+        self._require_last(state)
         jax.block_until_ready(state)
         handles = {} if self._current is None else self._current.program.handles
         return snapshots.take(self.tables, handles, state, self._armed)
 
     def restore(self, snapshot: Snapshot) -> StepState:
-        """The state of a snapshot, on this step's mesh: any number of ranks. The next call continues bit for bit."""
-        self.close()
+        """The state of a snapshot, on this step's mesh: any number of ranks. The next call continues bit for bit. Drops
+        what an earlier state had under way.
+
+        Raises:
+            ContextError: the snapshot is of other tables, or another schedule.
+        """
         tables = snapshots.tables_of(self.tables, snapshot)
+        snapshots.require_staleness(snapshot, self.staleness)
+        self._restart()
         state = self._state(snapshot["params"], snapshot["opt_state"], tables, snapshot["step"])
         if snapshot["staged"]:
-            ids = {name: self._place(staged["ids"], name) for name, staged in snapshot["staged"].items()}
-            compiled = self._compiled(ids)
-            snapshots.restore_staged(compiled.program.handles, snapshot)
-            armed = snapshot["armed"]
-            # Where no batch was announced, any lookup will do: the next call, or flush, consumes it first.
-            wanted = armed or {name: np.maximum(staged["ids"], 0) for name, staged in snapshot["staged"].items()}
-            ids = {name: self._place(x, name) for name, x in wanted.items()}
-            state = self._arm(state, ids, compiled)
-            self._armed = ids if armed is not None else None
+            compiled = self._compiled(tuple(len(snapshot["staged"][name]["ids"]) for name in sorted(self.tables)))
+            self._use(compiled)
+            snapshots.restore_staged(compiled.program.handles, snapshot["staged"])
+            self._last = state.pins
+            if snapshot["armed"] is not None:
+                ids = {name: self._put(as_int32(np.array(x)), name) for name, x in snapshot["armed"].items()}
+                state = self._arm(state, ids, compiled)
+                self._armed, self._unwanted = ids, False
+                jax.block_until_ready(state)
+                with contextlib.suppress(IdError):  # raised before the snapshot was taken
+                    self.check(wait=True)
         return state
 
-    # ---- inside ----
+    # ---- for those who jit or scan steps themselves ----
 
     @property
     def program(self) -> StepProgram:
-        """The traced parts, for the batch size of the last call; for those who jit or scan steps themselves."""
+        """The traced parts, for the batch size of the last call."""
         if self._current is None:
             raise PipelineError("async_emb: no batch has been seen yet; call the step once, or use program_for(batch)")
         return self._current.program
 
     def program_for(self, batch: Any) -> StepProgram:
         """The traced parts for batches of this one's size."""
-        return self._compiled(self._place_ids(batch)).program
+        return self._program(self._sizes(self._place_ids(batch))).program
+
+    # ---- states ----
 
     def _state(self, params: Any, opt_state: Any, tables: Any, step: Any) -> StepState:
         # A donated state must own its buffers; the caller keeps theirs.
@@ -244,14 +305,24 @@ class TrainStep:
         return next(iter(self.tables.values())).mesh
 
     def _pins(self) -> dict[str, Any]:
-        return {name: global_ops.first_gate(self._smallest_handle(name)) for name in self.tables}
+        return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}
 
-    def _smallest_handle(self, name: str) -> AsyncEmbContextHandle:
-        table = self.tables[name]
-        return table.handle(table._ranks())
+    def _require_last(self, state: StepState) -> None:
+        if self._last is None or state.pins is self._last:
+            return
+        if not all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, state.pins, self._last))):
+            raise PipelineError(
+                "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a lookup "
+                "are under way that belong to that state alone: go on from it, or flush it, or restore a snapshot, or "
+                "begin anew with init"
+            )
 
-    def _compiled(self, ids: Mapping[str, Any]) -> _Compiled:
-        sizes = tuple(int(np.prod(ids[name].shape)) for name in sorted(self.tables))
+    # ---- programs and contexts ----
+
+    def _sizes(self, ids: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(int(np.prod(ids[name].shape)) for name in sorted(self.tables))
+
+    def _program(self, sizes: tuple[int, ...]) -> Compiled:
         if sizes not in self._programs:
             program = StepProgram(
                 tables=self.tables,
@@ -261,103 +332,103 @@ class TrainStep:
                 has_aux=self._has_aux,
                 microbatches=self._microbatches,
             )
-            self._programs[sizes] = _Compiled(program, self.staleness, self._donate)
-        if (
-            self.staleness == 1
-            and self._current is not None
-            and self._current is not self._programs[sizes]
-            and self._last
-        ):
+            self._programs[sizes] = Compiled(program, self.staleness, self._donate)
+        return self._programs[sizes]
+
+    def _compiled(self, sizes: tuple[int, ...]) -> Compiled:
+        compiled = self._program(sizes)
+        if self._last is not None and self._current is not None:
+            self._require_same_size(self._current, sizes)
+        self._current = compiled
+        return compiled
+
+    def _require_same_size(self, compiled: Compiled, sizes: tuple[int, ...]) -> None:
+        if compiled.sizes != sizes:
             raise PipelineError(
-                f"async_emb: the batch has {sizes} tokens by table, but the lookup that is armed and the gradients "
-                f"that are staged belong to batches of {self._current.sizes}: flush before the batch size changes, or "
-                f"pad the batch with padding_id"
+                f"async_emb: batches of {_by_name(self.tables, compiled.sizes)} tokens cannot be followed by one of "
+                f"{_by_name(self.tables, sizes)} without a flush: with staleness 1 a step works on two batches. "
+                "Pass upcoming=None and flush before the size changes, or pad the batch, with padding_id for the ids"
             )
-        self._current = self._programs[sizes]
-        return self._current
+
+    def _use(self, compiled: Compiled) -> None:
+        """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
+        for handle in compiled.program.handles.values():
+            if handle.context_id not in self._owned:
+                if runtime.is_open(handle):
+                    # Left by a step that was given up, or by another step at rest. Its programs may still run.
+                    with contextlib.suppress(Exception):
+                        jax.effects_barrier()
+                    runtime.close_context(handle)
+                self._owned.add(handle.context_id)
+            runtime.open_context(handle)
+
+    def _restart(self) -> None:
+        """Gives up what is under way."""
+        with contextlib.suppress(Exception):
+            self._wait(every=True)
+        self._in_flight.clear()
+        self._forget()
+        for compiled in self._programs.values():
+            for handle in compiled.program.handles.values():
+                if handle.context_id in self._owned and runtime.is_open(handle):
+                    runtime.close_context(handle)
+                    runtime.open_context(handle)  # programs that were traced before find it
+
+    def _recover(self) -> None:
+        """After a refusal the ranks may stand at different calls. Keeps what is staged, drops what is armed."""
+        handles = {} if self._current is None else self._current.program.handles
+        staged = snapshots.staged_of(handles)
+        for table in self.tables.values():
+            table.close()
+        snapshots.restore_staged(handles, staged)
+        self._armed, self._unwanted = None, False
+
+    def _forget(self) -> None:
+        self._last, self._armed, self._unwanted = None, None, False
+
+    # ---- ids and lookups ----
 
     def _place_ids(self, batch: Any) -> dict[str, Any]:
-        ids = dict(self._ids_of(batch))
-        if set(ids) != set(self.tables):
-            raise ContextError(f"async_emb: ids_of gave {sorted(ids)}, but the tables are {sorted(self.tables)}")
-        return {name: self._place(x, name) for name, x in ids.items()}
+        ids = self._ids_of(batch)
+        if not isinstance(ids, Mapping) or set(ids) != set(self.tables):
+            given = sorted(ids) if isinstance(ids, Mapping) else type(ids).__name__
+            raise ContextError(f"async_emb: ids_of gave {given}, but the tables are {sorted(self.tables)}")
+        return {name: self._put(self.tables[name].prepare_ids(x), name) for name, x in ids.items()}
 
-    def _place(self, ids: Any, name: str) -> Any:
-        table = self.tables[name]
-        table.check_ids(ids)
-        if isinstance(ids, np.ndarray) and ids.dtype not in (np.int32, np.int64):
-            ids = ids.astype(np.int64)
-        if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
-            # Without x64 JAX would wrap them around. What does not fit is out of range for any table.
-            ids = np.clip(ids, np.iinfo(np.int32).min, np.iinfo(np.int32).max).astype(np.int32)
-        sharding = NamedSharding(table.mesh, global_ops.token_spec(self._smallest_handle(name)))
-        shape = np.shape(ids)
-        if not shape or shape[0] % table._ranks():
+    def _put(self, ids: Any, name: str) -> Any:
+        handle = self.tables[name].smallest_handle()
+        if ids.size == 0 or ids.ndim == 0 or ids.shape[0] % handle.group_size:
             raise ContextError(
-                f"async_emb {table.name!r}: token ids have shape {list(shape)}, whose first dimension is not a "
-                f"multiple of the {table._ranks()} ranks: pad the batch, with padding_id for the ids"
+                f"async_emb {handle.name!r}: token ids have shape {list(ids.shape)}, but need a first dimension that "
+                f"is a multiple of the {handle.group_size} ranks: pad the batch, with padding_id for the ids"
             )
-        return jax.device_put(ids, sharding)
+        return jax.device_put(ids, NamedSharding(handle.mesh, global_ops.token_spec(handle)))
 
-    def _require_last(self, state: StepState) -> None:
-        if self._last is not None and state.pins is not self._last:
-            same = jax.tree.map(lambda a, b: a is b, state.pins, self._last)
-            if not all(jax.tree.leaves(same)):
-                raise PipelineError(
-                    "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a "
-                    "lookup are under way that belong to it alone: go on from it, flush it, or restore a snapshot"
-                )
+    def _looks_up(self) -> bool:
+        return self._armed is not None or self._unwanted
 
-    def _arm_for(self, state: StepState, ids: Mapping[str, Any], compiled: _Compiled) -> StepState:
-        """Sees to it that the lookup of ``ids`` is armed. A batch other than the one that was announced is refused
-        later."""
-        if self._armed is not None:
-            return state
-        if self._last is None:
-            return self._arm(state, ids, compiled)
-        tables, pins = compiled.rearm(state, ids)  # the last step had no upcoming batch, and armed something else
+    def _arm(self, state: StepState, ids: Mapping[str, Any], compiled: Compiled) -> StepState:
+        """Starts the lookup of ``ids``, in place of one that nobody wants."""
+        tables, pins = (compiled.rearm if self._looks_up() else compiled.arm)(state, ids)
+        self._last, self._armed, self._unwanted = pins, None, True
         return state._replace(tables=tables, pins=pins)
 
-    def _arm(self, state: StepState, ids: Mapping[str, Any], compiled: _Compiled) -> StepState:
-        tables, pins = compiled.arm(state, ids)
-        state = state._replace(tables=tables, pins=pins)
-        self._last = state.pins
-        return state
+    # ---- what the contexts have to say ----
+
+    def _wait(self, *, every: bool) -> None:
+        """Forgets the steps that have finished, which raises where one has failed; with ``every``, waits for all."""
+        while self._in_flight and (every or self._in_flight[0].is_ready()):
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def _check_and_hand_over(self, state: StepState) -> None:
+        """Waits and checks. The state that the call was to return goes with the exception."""
+        try:
+            self.check(wait=True)
+        except AsyncEmbError as error:
+            error.state = state  # type: ignore[attr-defined]
+            error.add_note("The step has run: go on from the state that this exception carries as `state`.")
+            raise
 
 
-class _Compiled:
-    """The jitted programs for one batch size."""
-
-    def __init__(self, program: StepProgram, staleness: int, donate: bool) -> None:
-        self.program = program
-        self.sizes = tuple(program.handles[name].tokens_per_batch for name in sorted(program.handles))
-        if staleness == 0:
-            self.step = jax.jit(program.exact, donate_argnums=(0,) if donate else ())
-            return
-        self.step = jax.jit(program.stale, donate_argnums=(0,))
-        take_tables = functools.partial(jax.jit, donate_argnums=(0,))
-        arm = take_tables(lambda tables, ids: program.arm(tables, ids)[:2])
-        rearm = take_tables(lambda tables, pins, ids: program.arm(tables, ids, program.disarm(pins))[:2])
-        flush = take_tables(lambda tables, pins, step: program.apply_staged(tables, step - 1, program.disarm(pins)))
-        self.arm = lambda state, ids: arm(state.tables, ids)
-        self.rearm = lambda state, ids: rearm(state.tables, state.pins, ids)
-        self.flush = lambda state: flush(state.tables, state.pins, state.step)
-
-
-def _check_arguments(tables: Mapping[str, AsyncEmbedding], staleness: int, microbatches: int, donate: bool) -> None:
-    if not tables:
-        raise ContextError("async_emb train_step: tables is empty; give at least one AsyncEmbedding")
-    if staleness not in (0, 1) or isinstance(staleness, bool):
-        raise ContextError(f"async_emb train_step: staleness={staleness!r} must be 0 or 1")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ContextError(f"async_emb train_step: microbatches={microbatches!r} must be an integer of at least 1")
-    if staleness == 1 and not donate:
-        raise ContextError(
-            "async_emb train_step: staleness=1 needs donate=True (donate_argnums of jax.jit). Lookup and update of a "
-            "step work on one buffer over two calls, and without donation XLA would put a copy of it between them"
-        )
-    if len({table.mesh for table in tables.values()}) > 1:
-        raise ContextError(f"async_emb train_step: the tables {sorted(tables)} are on different meshes; use one")
-    names = [table.name for table in tables.values()]
-    if len(set(names)) < len(names):
-        raise ContextError(f"async_emb train_step: table names {names} repeat; contexts are told apart by name")
+def _by_name(tables: Mapping[str, Any], sizes: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(sorted(tables), sizes, strict=True))
