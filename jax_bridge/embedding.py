@@ -109,8 +109,7 @@ class AsyncEmbedding:
 
     def init(self, key: Any) -> TableState:
         """A fresh state: the same bits on any number of ranks."""
-        weights = self._place_weights(self._initializer, key)
-        return TableState(weights, self._place_optimizer(self.optimizer.init(self.rows)))
+        return TableState(self._make_weights(key), self._place_optimizer(self.optimizer.init(self.rows)))
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
         """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
@@ -129,8 +128,7 @@ class AsyncEmbedding:
                 f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} "
                 f"needs { {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
             )
-        placed = self._place_weights(lambda source, shape: source, weights)
-        return TableState(placed, self._place_optimizer(optimizer))
+        return TableState(self._place_weights(weights), self._place_optimizer(optimizer))
 
     def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """The logical table [rows, width] and the optimizer's arrays, as host arrays, whatever the layout."""
@@ -264,22 +262,27 @@ class AsyncEmbedding:
         axes = self.table_axis if isinstance(self.table_axis, (tuple, list)) else (self.table_axis,)
         return NamedSharding(self.mesh, P(None, tuple(axes)))
 
-    def _place_weights(self, initializer: Initializer, source: Any) -> Any:
-        """Weights made on the devices, so that XLA owns their buffers and a step can take them."""
+    # Through computations, compiled once: XLA then owns the buffers, and a step can take them. A host array that XLA
+    # only borrows could not be updated in place.
 
-        @functools.partial(jax.jit, out_shardings=self._weights_sharding())
-        def make(source: Any) -> Any:
-            # A copy, or where there is nothing to pad the result could be the source's own buffer.
-            logical = jnp.copy(jnp.asarray(initializer(source, (self.rows, self.width))).astype(self.dtype))
-            return jnp.pad(logical, ((0, 0), (0, self.padded_width - self.width)))
+    @functools.cached_property
+    def _make_weights(self) -> Callable[[Any], Any]:
+        return jax.jit(
+            lambda key: self._padded(jnp.asarray(self._initializer(key, (self.rows, self.width)))),
+            out_shardings=self._weights_sharding(),
+        )
 
-        return make(source)
+    @functools.cached_property
+    def _place_weights(self) -> Callable[[Any], Any]:
+        return jax.jit(self._padded, out_shardings=self._weights_sharding())
 
-    def _place_optimizer(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        # Through a computation: a host array that XLA only borrows could not be updated in place.
-        place = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=NamedSharding(self.mesh, P()))
-        placed: dict[str, Any] = place(arrays)
-        return placed
+    @functools.cached_property
+    def _place_optimizer(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=NamedSharding(self.mesh, P()))
+
+    def _padded(self, logical: Any) -> Any:
+        # A copy, or where there is nothing to pad the result could be the source's own buffer.
+        return jnp.pad(jnp.copy(logical.astype(self.dtype)), ((0, 0), (0, self.padded_width - self.width)))
 
 
 def with_dtype(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -219,7 +220,7 @@ class TrainStep:
         return {name: table.stats() for name, table in self.tables.items()}
 
     def close(self) -> None:
-        """Waits for the steps that were dispatched, closes the contexts of every table, and raises what was still to be said.
+        """Waits for the steps that were dispatched, closes every context, and raises what was still to be said.
 
         Drops gradients that are staged: ``flush`` first to keep them. The step can be used again.
         """
@@ -295,14 +296,14 @@ class TrainStep:
     # ---- states ----
 
     def _state(self, params: Any, opt_state: Any, tables: Any, step: Any) -> StepState:
-        # A donated state must own its buffers; the caller keeps theirs.
-        replicated = NamedSharding(self._mesh(), jax.sharding.PartitionSpec())
-        own = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
-        params, opt_state, step = own((params, opt_state, jnp.asarray(step, jnp.int32)))
+        params, opt_state, step = self._own((params, opt_state, np.asarray(step, np.int32)))
         return StepState(params, opt_state, tables, self._pins(), step)
 
-    def _mesh(self) -> Any:
-        return next(iter(self.tables.values())).mesh
+    @functools.cached_property
+    def _own(self) -> Callable[[Any], Any]:
+        # A donated state must own its buffers; the caller keeps theirs.
+        replicated = NamedSharding(next(iter(self.tables.values())).mesh, jax.sharding.PartitionSpec())
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
 
     def _pins(self) -> dict[str, Any]:
         return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}
