@@ -9,9 +9,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from examples.two_tower.data import DataError, Dataset, find_ratings, read_ratings, split_by_time
+from examples.two_tower.interrupt import interruptible, on_interrupt
 from examples.two_tower.report import ReportError, RunFolder
 from examples.two_tower.settings import SCHEDULES, Schedule, Settings, SettingsError
 from examples.two_tower.synthetic import SyntheticStream
@@ -26,12 +26,9 @@ from examples.two_tower.synthetic import SyntheticStream
 if TYPE_CHECKING:
     from examples.two_tower.train import Result
 
-# How long an interrupted run may take to finish its step before the process ends all the same.
-GRACE_SECONDS = 1.0
 INTERRUPTED = 130
 WORDS = {"staleness1": "staleness 1", "staleness0": "staleness 0", "plain": "plain JAX"}
 
-T = TypeVar("T")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
 DEFAULTS = Settings()
@@ -125,18 +122,16 @@ def _prepare(
         if data is not None and synthetic is not None:
             raise SettingsError("--data and --synthetic exclude each other; give one")
         _use_host_devices(devices)
-        dataset: Dataset
-        if synthetic is not None:
-            dataset = SyntheticStream(synthetic, seed, settings.test_fraction)
-        else:
-            dataset = split_by_time(read_ratings(find_ratings(data)), settings.test_fraction)
-        # JAX takes seconds to import and reads the flags set above.
-        importlib.import_module("examples.two_tower.train")
+        with on_interrupt(_leave_before_training):
+            dataset: Dataset
+            if synthetic is not None:
+                dataset = SyntheticStream(synthetic, seed, settings.test_fraction)
+            else:
+                dataset = split_by_time(read_ratings(find_ratings(data)), settings.test_fraction)
+            # JAX takes seconds to import, and reads the flags set above.
+            importlib.import_module("examples.two_tower.train")
     except (DataError, SettingsError) as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        console.print("\ninterrupted before training began; nothing was written")
-        raise typer.Exit(INTERRUPTED) from None
     console.print(
         f"{dataset.name}: {dataset.train_size:,} training and {len(dataset.test):,} test examples, "
         f"{dataset.user_rows:,} users, {dataset.item_rows:,} items"
@@ -175,42 +170,11 @@ def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[Ru
             return result
 
         try:
-            return folder, _interruptible(work, stop)
+            return folder, interruptible(work, stop)
         except KeyboardInterrupt:
             progress.stop()
             console.print(f"interrupted; the metrics up to here are in {folder.csv}", soft_wrap=True)
-    # At once: a compilation or a step still in flight would hold an orderly end up.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(INTERRUPTED)
-
-
-def _interruptible(work: Callable[[], T], stop: threading.Event) -> T:
-    """`work()` on a thread of its own, so that Ctrl-C is heard while XLA compiles or computes.
-
-    On KeyboardInterrupt sets `stop`, gives `work` GRACE_SECONDS to end by itself, and raises KeyboardInterrupt.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="training", daemon=True)
-    try:
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        stop.set()
-        thread.join(GRACE_SECONDS)
-        raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    _leave()
 
 
 def _use_host_devices(devices: int) -> None:
@@ -225,6 +189,18 @@ def _exposed(result: Result) -> str:
         return "not measured"
     share = f"{100.0 * result.exposed_seconds / result.seconds:.1f} % of {result.seconds:.1f} s"
     return f"{result.exposed_seconds:.3f} s, {1000.0 * result.exposed_seconds / result.steps:.3f} ms a step ({share})"
+
+
+def _leave_before_training() -> None:
+    console.print("\ninterrupted before training began; nothing was written")
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process at once: a compilation or a step still in flight would hold an orderly end up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _fail(message: str) -> NoReturn:

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# The scale of the exposed time ends no lower: below, a step that waited for nothing would look like one that waited.
+LEAST_EXPOSED_MS = 0.1
+
 Scalar = str | int | float | bool | None
 
 
@@ -152,7 +155,9 @@ def _plot_exposed(axes: Axes, rows: list[Row]) -> None:
     axes.plot(steps, milliseconds, color="tab:orange", linewidth=1.0)
     # One slow step (a compilation, another program) should not flatten all the others.
     usual = sorted(milliseconds)[int(0.98 * (len(milliseconds) - 1))] if milliseconds else 0.0
-    axes.set_ylim(0.0, max(1.5 * usual, 1e-3))
+    axes.set_ylim(0.0, max(1.5 * usual, LEAST_EXPOSED_MS))
+    total = f"{measured[-1][1]:.3f} s in the whole run"
+    axes.set_title(total, loc="right", fontsize=9)
 
 
 def _cell(value: float | int | None) -> str:

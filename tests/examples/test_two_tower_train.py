@@ -1,5 +1,7 @@
 """The model learns, the plain peer follows the rule of the tables, and the command line leaves what it promises."""
 
+import dataclasses
+import importlib.util
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.two_tower.data import find_ratings, read_ratings, split_by_time
 from examples.two_tower.model import init_params, loss_fn
 from examples.two_tower.plain_jax import PlainTrainer, rowwise_adagrad
 from examples.two_tower.report import RunFolder, read_rows
@@ -24,6 +27,8 @@ from examples.two_tower.train import Stopped, make_mesh, train
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Settings(schedule="plain", devices=1, width=16, hidden=16, output=8, epochs=2, batch=512)
+
+DEVICES = 4 if len(jax.devices()) >= 4 else 1
 
 
 def silent(step, total, loss, test_auc):
@@ -82,6 +87,45 @@ def test_the_plain_peer_learns_the_planted_taste(tmp_path):
     assert [row.test_auc for row in rows if row.test_auc is not None][-1] == pytest.approx(result.test_auc, abs=1e-6)
     assert rows[-1].examples == 6 * stream.train_size
     assert rows[-1].loss < rows[0].loss
+
+
+def plain_and(schedule, dataset, settings, folder):
+    """Results and losses of the plain peer and of a schedule, from the same settings."""
+    results, losses = [], []
+    for one in ("plain", schedule):
+        own = dataclasses.replace(settings, schedule=one, devices=DEVICES)
+        results.append(train(own, dataset, RunFolder(folder, one, {}), silent))
+        losses.append([row.loss for row in read_rows(folder / one / "metrics.csv")])
+    return results, losses
+
+
+def test_staleness_0_follows_the_plain_peer_step_by_step(tmp_path):
+    stream = SyntheticStream(10_000, 0, 0.2)
+    (plain, exact), losses = plain_and("staleness0", stream, PLAIN, tmp_path)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    assert exact.test_auc == pytest.approx(plain.test_auc, abs=0.002)
+    assert exact.exposed_seconds is not None
+    assert plain.exposed_seconds is None
+
+
+def test_staleness_1_sees_each_update_one_step_late(tmp_path):
+    stream = SyntheticStream(10_000, 0, 0.2)
+    (_, late), losses = plain_and("staleness1", stream, PLAIN, tmp_path)
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-5)
+    assert losses[1][1] != pytest.approx(losses[0][1], rel=1e-5)
+    assert late.exposed_seconds is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("recbole") is None,
+    reason="MovieLens-100K is not installed: pip install --no-deps recbole==1.2.1",
+)
+def test_staleness_1_costs_less_than_five_thousandths_of_auc_on_movielens(tmp_path):
+    dataset = split_by_time(read_ratings(find_ratings(None)), 0.1)
+    (plain, late), _ = plain_and("staleness1", dataset, Settings(epochs=2), tmp_path)
+    assert plain.test_auc > 0.71
+    assert late.test_auc == pytest.approx(plain.test_auc, abs=0.005)
 
 
 def test_the_same_seed_gives_the_same_losses(tmp_path):
