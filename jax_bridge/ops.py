@@ -50,13 +50,14 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
     _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
     gate = _gate(handle, gate)
     context = {"context_id": np.int64(handle.context_id)}
-    (pin,) = call(
+    pin, table = call(
         "async_emb_lookup_begin",
         "lookup_start",
-        [token_ids, gate],
-        [_PIN],
+        [token_ids, table, gate],
+        [_PIN, shape_of(table)],
         axes=handle.table_axis,
-        attrs=context | {"rows": np.int64(table.shape[0])},
+        aliases={1: 1},
+        attrs=context,
     )
     (table,) = call(
         "async_emb_lookup_lease",
@@ -163,26 +164,16 @@ def rowwise_adagrad_update_start(
         ``(table, row_state, pin)``.
     """
     _require_state(handle, table, row_state)
-    pin = _update_begin(
+    table, row_state, pin = _update_start(
         handle,
         gate,
+        [table, row_state],
         [learning_rate, eps, decay_factor, weight_decay_factor],
         step=0,
-        lazy=False,
         max_grad_norm=max_grad_norm,
         rounding=rounding,
         seed=seed,
         rounding_step=rounding_step,
-    )
-    table, row_state = call(
-        "async_emb_update_lease",
-        "rowwise_adagrad_update_start",
-        [table, row_state, pin],
-        [shape_of(table), shape_of(row_state)],
-        axes=handle.table_axis,
-        replicated=(1,),
-        aliases={0: 0, 1: 1},
-        attrs=_context(handle),
     )
     return table, row_state, pin
 
@@ -219,26 +210,16 @@ def rowwise_adagrad_lazy_update_start(
     """
     _require_state(handle, table, row_state)
     _require(handle, "last_step", last_step, dtypes=(np.int32,), shape=(table.shape[0],))
-    pin = _update_begin(
+    table, row_state, last_step, pin = _update_start(
         handle,
         gate,
+        [table, row_state, last_step],
         [learning_rate, eps, accum_decay_rate, weight_decay_rate],
         step=step,
-        lazy=True,
         max_grad_norm=max_grad_norm,
         rounding=rounding,
         seed=seed,
         rounding_step=rounding_step,
-    )
-    table, row_state, last_step = call(
-        "async_emb_update_lease_lazy",
-        "rowwise_adagrad_lazy_update_start",
-        [table, row_state, last_step, pin],
-        [shape_of(table), shape_of(row_state), shape_of(last_step)],
-        axes=handle.table_axis,
-        replicated=(1, 2),
-        aliases={0: 0, 1: 1, 2: 2},
-        attrs=_context(handle),
     )
     return table, row_state, last_step, pin
 
@@ -263,18 +244,19 @@ def rowwise_adagrad_update_done(gate: Any, handle: AsyncEmbContextHandle) -> tup
     return norm, valid, pending, pin
 
 
-def _update_begin(
+def _update_start(
     handle: AsyncEmbContextHandle,
     gate: Any,
+    buffers: list[Any],
     numbers: list[Any],
     *,
     step: Any,
-    lazy: bool,
     max_grad_norm: Any,
     rounding: str,
     seed: Any,
     rounding_step: Any,
-) -> Any:
+) -> tuple[Any, ...]:
+    """Begins an update on ``buffers`` (table, row_state and, for the lazy form, last_step) and lends them."""
     open_context(handle)
     if rounding not in ("nearest", "stochastic"):
         raise ContextError(f"async_emb rounding={rounding!r} must be 'nearest' or 'stochastic'")
@@ -282,6 +264,8 @@ def _update_begin(
     if stochastic and (seed is None or rounding_step is None):
         raise ContextError("async_emb rounding='stochastic' needs seed and rounding_step, so that it can be repeated")
     clips = max_grad_norm is not None
+    lazy = len(buffers) == 3
+    operation = "rowwise_adagrad_lazy_update_start" if lazy else "rowwise_adagrad_update_start"
     operands = [
         _gate(handle, gate),
         *(_scalar(x, np.float32) for x in numbers),
@@ -290,15 +274,29 @@ def _update_begin(
         _scalar(seed if stochastic else 0, np.uint32),
         _scalar(rounding_step if stochastic else 0, np.uint32),
     ]
-    (pin,) = call(
-        "async_emb_update_begin",
-        "rowwise_adagrad_lazy_update_start" if lazy else "rowwise_adagrad_update_start",
-        operands,
-        [_PIN],
+    shapes = [shape_of(x) for x in buffers]
+    places = range(len(buffers))
+    pin, *buffers = call(
+        "async_emb_update_begin_lazy" if lazy else "async_emb_update_begin",
+        operation,
+        operands + buffers,
+        [_PIN, *shapes],
         axes=handle.table_axis,
-        attrs=_context(handle) | {"lazy": lazy, "clips": clips, "stochastic_rounding": stochastic},
+        replicated=[1 + i for i in places[1:]],
+        aliases={len(operands) + i: 1 + i for i in places},
+        attrs=_context(handle) | {"clips": clips, "stochastic_rounding": stochastic},
     )
-    return pin
+    lent = call(
+        "async_emb_update_lease_lazy" if lazy else "async_emb_update_lease",
+        operation,
+        [*buffers, pin],
+        shapes,
+        axes=handle.table_axis,
+        replicated=places[1:],
+        aliases={i: i for i in places},
+        attrs=_context(handle),
+    )
+    return *lent, pin
 
 
 def _context(handle: AsyncEmbContextHandle) -> dict[str, Any]:

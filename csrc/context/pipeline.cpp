@@ -176,6 +176,39 @@ void Pipeline::check_table(const DLTensor& table, std::int64_t rows) const {
   require(table, "table", dlpack_type(spec_.dtype), shape);
 }
 
+void Pipeline::take_offer(int rank, LookupRound& round, const DLTensor& table) {
+  const std::string here = where("lookup_start", rank) + " of step " + std::to_string(round.step) + ": ";
+  try {
+    check_table(table, round.rows);
+  } catch (const Error& error) {
+    fail_and_throw({error.kind(), here + error.what()});
+  }
+  LookupRound::Rank& mine = round.ranks[rank];
+  if (mine.table != nullptr && mine.table != data_of(table)) {
+    fail_and_throw({FailureKind::kUnmatchedBuffers, here + "XLA has put a copy of the table between two calls"});
+  }
+  mine.table = data_of(table);
+  ranks_[rank].last_table = mine.table;
+}
+
+void Pipeline::lookup_offer(int rank, const DLTensor& table) {
+  Lock lock(mutex_);
+  require_working();
+  Rank& me = ranks_[rank];
+  LookupRound& round = lookup_round(me.machine.lookup().armed);
+  if (!me.lookup_open || round.is_void) return;
+  take_offer(rank, round, table);
+}
+
+void Pipeline::arrive(comm::Channel channel, std::int64_t step, int rank) {
+  // The completions are the round's from here on, so an exception may only reach a caller through them.
+  guarded(channel == comm::Channel::kLookup ? "lookup_start" : "update start", [&] {
+    communicator_->arrive(channel, step, rank, [self = shared_from_this(), channel, step] {
+      channel == comm::Channel::kLookup ? self->run_lookup(step) : self->run_update(step);
+    });
+  });
+}
+
 void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completion) {
   std::int64_t step = 0;
   {
@@ -191,24 +224,25 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
       return;
     }
     me.lookup_open = false;
-    try {
-      check_table(table, round.rows);
-    } catch (const Error& error) {
-      fail_and_throw(
-          {error.kind(), where("lookup_start", rank) + " of step " + std::to_string(step) + ": " + error.what()});
-    }
+    take_offer(rank, round, table);
     record("lookup_lease", rank, step);
-    me.last_table = data_of(table);
     LookupRound::Rank& mine = round.ranks[rank];
-    mine.table = me.last_table;
+    if (round.complete) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
     mine.lease = std::move(completion);
     round.note_wait();
+    if (mine.lent) {
+      // The done has lent it. Now that the lease holds the table, the done need not wait for the peers.
+      mine.done_lends = false;
+      if (mine.ready) finish_lookup(rank, round);
+      return;
+    }
+    mine.lent = true;
   }
-  // The completion is the round's from here on, so an exception may only reach the caller through it.
-  guarded("lookup_start", [&] {
-    communicator_->arrive(comm::Channel::kLookup, step, rank,
-                          [self = shared_from_this(), step] { self->run_lookup(step); });
-  });
+  arrive(comm::Channel::kLookup, step, rank);
 }
 
 void Pipeline::run_lookup(std::int64_t step) {
@@ -254,23 +288,30 @@ void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
   if (--mine.parts_left == 0) {
     mine.ready = true;
     record("lookup_ready", rank, step);
-    if (mine.done) {
-      if (mine.destination != mine.out) {
-        // The done came while the work was writing to the arena. Nobody else touches either buffer.
-        std::memcpy(mine.out, mine.destination, work_.lookup_bytes());
-      }
-      stats_.exposed_wait_ns += nanoseconds_since(mine.done_called);
-      consume_lookup(rank, round);
-      later(mine.done);
-    }
+    if (mine.done && !mine.done_lends) finish_lookup(rank, round);
     if (--round.ranks_left == 0) {
       round.complete = true;
       round.running = false;
-      for (auto& peer : round.ranks) later(peer.lease);
+      for (int peer = 0; peer < spec_.group_size; ++peer) {
+        later(round.ranks[peer].lease);
+        if (round.ranks[peer].done) finish_lookup(peer, round);
+      }
     }
   }
   if (failure_) fail_waiting();
   if (running_ == 0) settled_.notify_all();
+}
+
+void Pipeline::finish_lookup(int rank, LookupRound& round) {
+  LookupRound::Rank& mine = round.ranks[rank];
+  if (!mine.done) return;
+  if (mine.destination != mine.out) {
+    // The done came while the work was writing to the arena. Nobody else touches either buffer.
+    std::memcpy(mine.out, mine.destination, work_.lookup_bytes());
+  }
+  stats_.exposed_wait_ns += nanoseconds_since(mine.done_called);
+  consume_lookup(rank, round);
+  later(mine.done);
 }
 
 void Pipeline::consume_lookup(int rank, LookupRound& round) {
@@ -338,6 +379,10 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
       mine.done = std::move(completion);
       mine.done_called = Clock::now();
       round.note_wait();
+      if (mine.lent || mine.table == nullptr) return;
+      mine.lent = mine.done_lends = true;
+      lock.unlock();
+      arrive(comm::Channel::kLookup, step, rank);
       return;
     }
     if (mine.destination != mine.out) {
@@ -437,6 +482,53 @@ float Pipeline::update_begin(int rank, const UpdateRule& rule) {
   return pin_of(step);
 }
 
+void Pipeline::take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
+                          const DLTensor* last_step) {
+  const std::string here = where("update start", rank) + " of step " + std::to_string(round.step) + ": ";
+  const std::int64_t rows = table.ndim == 2 ? table.shape[0] : -1;
+  try {
+    check_table(table, rows);
+    const std::int64_t per_row[] = {rows};
+    require(row_state, "row_state", kFloat32, per_row);
+    if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
+  } catch (const Error& error) {
+    fail_and_throw({error.kind(), here + error.what()});
+  }
+  if (round.rule.lazy != (last_step != nullptr)) {
+    fail_and_throw({FailureKind::kInvalidArgument, here + (round.rule.lazy ? "the lazy rule needs last_step"
+                                                                           : "only the lazy rule takes last_step")});
+  }
+  if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
+    fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
+                                                       " rows, but the staged gradients are for one with at "
+                                                       "least " +
+                                                       std::to_string(batches_[round.batch]->rows) +
+                                                       ": update the table that was looked up"});
+  }
+  const void* const last_table = ranks_[rank].last_table;
+  if (round.batch >= 0 && last_table != nullptr && data_of(table) != last_table) {
+    fail_and_throw({FailureKind::kUnmatchedBuffers,
+                    here +
+                        "lookup and update see different table buffers, so XLA has put a copy between them. Thread "
+                        "the table through every call (use the table that lookup_start returns) and donate it to the "
+                        "jitted step (jax.jit(step, donate_argnums=...))"});
+  }
+  UpdateRound::Rank& mine = round.ranks[rank];
+  mine.table = data_of(table);
+  mine.row_state = static_cast<float*>(data_of(row_state));
+  mine.last_step = last_step != nullptr ? static_cast<std::int32_t*>(data_of(*last_step)) : nullptr;
+  round.rows = rows;
+}
+
+void Pipeline::update_offer(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step) {
+  Lock lock(mutex_);
+  require_working();
+  Rank& me = ranks_[rank];
+  UpdateRound& round = update_round(me.machine.update().armed);
+  if (!me.update_open || round.is_void) return;
+  take_offer(rank, round, table, row_state, last_step);
+}
+
 void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step,
                             Completion completion) {
   std::int64_t step = 0;
@@ -453,47 +545,23 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
       return;
     }
     me.update_open = false;
-    const std::string here = where("update start", rank) + " of step " + std::to_string(step) + ": ";
-    const std::int64_t rows = table.ndim == 2 ? table.shape[0] : -1;
-    try {
-      check_table(table, rows);
-      const std::int64_t per_row[] = {rows};
-      require(row_state, "row_state", kFloat32, per_row);
-      if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
-    } catch (const Error& error) {
-      fail_and_throw({error.kind(), here + error.what()});
-    }
-    if (round.rule.lazy != (last_step != nullptr)) {
-      fail_and_throw({FailureKind::kInvalidArgument, here + (round.rule.lazy ? "the lazy rule needs last_step"
-                                                                             : "only the lazy rule takes last_step")});
-    }
-    if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
-      fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
-                                                         " rows, but the staged gradients are for one with at "
-                                                         "least " +
-                                                         std::to_string(batches_[round.batch]->rows) +
-                                                         ": update the table that was looked up"});
-    }
-    if (round.batch >= 0 && me.last_table != nullptr && data_of(table) != me.last_table) {
-      fail_and_throw({FailureKind::kUnmatchedBuffers,
-                      here +
-                          "lookup and update see different table buffers, so XLA has put a copy between them. Thread "
-                          "the table through every call (use the table that lookup_start returns) and donate it to the "
-                          "jitted step (jax.jit(step, donate_argnums=...))"});
+    UpdateRound::Rank& mine = round.ranks[rank];
+    if (mine.lent && !(mine.table == data_of(table) && mine.row_state == data_of(row_state))) {
+      fail_and_throw({FailureKind::kUnmatchedBuffers, where("update start", rank) + " of step " + std::to_string(step) +
+                                                          ": XLA has put a copy of the table between two calls"});
     }
     record("update_lease", rank, step);
-    UpdateRound::Rank& mine = round.ranks[rank];
-    mine.table = data_of(table);
-    mine.row_state = static_cast<float*>(data_of(row_state));
-    mine.last_step = last_step != nullptr ? static_cast<std::int32_t*>(data_of(*last_step)) : nullptr;
+    if (mine.ready) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
+    if (!mine.lent) take_offer(rank, round, table, row_state, last_step);
     mine.lease = std::move(completion);
-    round.rows = rows;
     round.note_wait();
+    if (std::exchange(mine.lent, true)) return;  // by the done, which completes no earlier than the lease
   }
-  guarded("update start", [&] {
-    communicator_->arrive(comm::Channel::kUpdate, step, rank,
-                          [self = shared_from_this(), step] { self->run_update(step); });
-  });
+  arrive(comm::Channel::kUpdate, step, rank);
 }
 
 void Pipeline::run_update(std::int64_t step) {
@@ -656,6 +724,10 @@ float Pipeline::update_done(int rank, UpdateResults results, Completion completi
       mine.done = std::move(completion);
       mine.done_called = Clock::now();
       round.note_wait();
+      if (mine.lent || mine.table == nullptr) return pin_of(step);
+      mine.lent = true;
+      lock.unlock();
+      arrive(comm::Channel::kUpdate, step, rank);
       return pin_of(step);
     }
     write_results(round, mine);

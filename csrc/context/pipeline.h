@@ -60,13 +60,19 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
            Executor& executor);
 
   // The ordered calls of one rank. Pins are step numbers; state_machine.h turns them into float32.
+  //
+  // An offer tells the table that the lease will lend. XLA may run a small program one call after the other, in any order
+  // that the data allow, so a done may come before its lease, which then cannot come before the done has ended. With an
+  // offer the done lends the table itself: it completes when nobody uses it any more.
   float lookup_begin(int rank, const DLTensor& ids, std::int64_t rows);
+  void lookup_offer(int rank, const DLTensor& table);
   void lookup_lease(int rank, const DLTensor& table, Completion completion);
   void lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion);
   // segment_ids and unique_tokens: both, or neither (then the ids of the last consumed lookup are used).
   float stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens,
                      bool pending);
   float update_begin(int rank, const UpdateRule& rule);
+  void update_offer(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step);
   void update_lease(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step,
                     Completion completion);
   float update_done(int rank, UpdateResults results, Completion completion);
@@ -113,6 +119,11 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   int take_batch();
   void hold(int batch);
   void release(int& batch);
+  void take_offer(int rank, LookupRound& round, const DLTensor& table);
+  void take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
+                  const DLTensor* last_step);
+  void arrive(comm::Channel channel, std::int64_t step, int rank);
+  void finish_lookup(int rank, LookupRound& round);
   void run_lookup(std::int64_t step);
   void gather_part(std::int64_t step, int rank, int part, int parts);
   void run_update(std::int64_t step);

@@ -33,7 +33,9 @@ struct Progress {
 
 struct LookupRound : Progress {
   struct Rank {
-    const void* table = nullptr;
+    const void* table = nullptr;  // offered by the start
+    bool lent = false;            // the work may use it: the lease holds it, or the done does
+    bool done_lends = false;      // the done came before the lease, and holds the table until the work is over
     Completion lease;
     void* out = nullptr;  // where the done wants the rows, once it was called
     Completion done;
@@ -73,7 +75,8 @@ struct UpdateResults {
 
 struct UpdateRound : Progress {
   struct Rank {
-    void* table = nullptr;
+    bool lent = false;      // the work may use the buffers: the lease holds them, or the done does
+    void* table = nullptr;  // offered by the start, with what follows
     float* row_state = nullptr;
     std::int32_t* last_step = nullptr;
     Completion lease;

@@ -13,6 +13,7 @@ XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* update_begin_lazy(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* update_done(XLA_FFI_CallFrame* call);
@@ -33,6 +34,7 @@ inline constexpr Target kTargets[] = {
     {"async_emb_stage_update", stage_update},
     {"async_emb_stage_update_segments", stage_update_segments},
     {"async_emb_update_begin", update_begin},
+    {"async_emb_update_begin_lazy", update_begin_lazy},
     {"async_emb_update_lease", update_lease},
     {"async_emb_update_lease_lazy", update_lease_lazy},
     {"async_emb_update_done", update_done},

@@ -9,11 +9,17 @@
 namespace async_emb::faces {
 namespace {
 
-ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::BufferR1<ffi::F32> /*gate*/,
-                 ffi::ResultBufferR1<ffi::F32> pin, std::int64_t context_id, std::int64_t rows) {
+std::int64_t rows_of(const DLTensor& table) { return table.ndim == 2 ? table.shape[0] : 0; }
+
+ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table,
+                 ffi::BufferR1<ffi::F32> /*gate*/, ffi::ResultBufferR1<ffi::F32> pin,
+                 ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
   return guarded([&] {
+    require_alias(table, *table_out, "the table");
     const context::Member member = context::find_member(context_id, device);
-    *pin->typed_data() = member.pipeline->lookup_begin(member.rank, view(token_ids), rows);
+    const DLTensor shard = view(table);
+    *pin->typed_data() = member.pipeline->lookup_begin(member.rank, view(token_ids), rows_of(shard));
+    member.pipeline->lookup_offer(member.rank, shard);
   });
 }
 
@@ -50,7 +56,7 @@ ffi::Future now(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer ta
   return guarded_future([&](context::Completion completion) {
     const context::Member member = context::find_member(context_id, device);
     const DLTensor shard = view(table);
-    const float pin = member.pipeline->lookup_begin(member.rank, view(token_ids), shard.ndim == 2 ? shard.shape[0] : 0);
+    const float pin = member.pipeline->lookup_begin(member.rank, view(token_ids), rows_of(shard));
     struct Halves {
       std::mutex mutex;
       int left = 2;
@@ -89,11 +95,12 @@ XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()
-                             .Arg<ffi::AnyBuffer>()          // token_ids, tokens_per_rank elements
+                             .Arg<ffi::AnyBuffer>()           // token_ids, tokens_per_rank elements
+                             .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
                              .Arg<ffi::BufferR1<ffi::F32>>()  // gate [1]
                              .Ret<ffi::BufferR1<ffi::F32>>()  // pin [1]
+                             .Ret<ffi::AnyBuffer>()           // the same table
                              .Attr<std::int64_t>("context_id")
-                             .Attr<std::int64_t>("rows")
                              .To(begin)
                              .release();
   return handler->Call(call);

@@ -43,24 +43,73 @@ ffi::Error stage_segments(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuf
   });
 }
 
+// The rule's numbers, as operands: a schedule changes them without a new program.
+struct Numbers {
+  F32Scalar learning_rate, eps, decay, weight_decay, max_grad_norm;
+  S32Scalar step;
+  U32Scalar seed, rounding_step;
+};
+
+context::UpdateRule rule_of(const Numbers& numbers, bool lazy, bool clips, bool stochastic_rounding) {
+  return {.lazy = lazy,
+          .learning_rate = *numbers.learning_rate.typed_data(),
+          .eps = *numbers.eps.typed_data(),
+          .decay = *numbers.decay.typed_data(),
+          .weight_decay = *numbers.weight_decay.typed_data(),
+          .step = *numbers.step.typed_data(),
+          .clips = clips,
+          .max_grad_norm = *numbers.max_grad_norm.typed_data(),
+          .stochastic_rounding = stochastic_rounding,
+          .seed = *numbers.seed.typed_data(),
+          .rounding_step = *numbers.rounding_step.typed_data()};
+}
+
+template <typename Binding>
+auto numbers_bound(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Arg<Pin>()         // gate [1]
+      .template Arg<F32Scalar>()   // learning_rate
+      .template Arg<F32Scalar>()   // eps
+      .template Arg<F32Scalar>()   // decay_factor; lazy: accum_decay_rate
+      .template Arg<F32Scalar>()   // weight_decay_factor; lazy: weight_decay_rate
+      .template Arg<F32Scalar>()   // max_grad_norm, where `clips`
+      .template Arg<S32Scalar>()   // step, of the lazy form
+      .template Arg<U32Scalar>()   // seed, where `stochastic_rounding`
+      .template Arg<U32Scalar>();  // rounding_step, where `stochastic_rounding`
+}
+
 ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
                  F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
-                 U32Scalar rounding_step, ffi::Result<Pin> pin, std::int64_t context_id, bool lazy, bool clips,
-                 bool stochastic_rounding) {
+                 U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::Result<Pin> pin,
+                 ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
+                 std::int64_t context_id, bool clips, bool stochastic_rounding) {
   return guarded([&] {
+    require_alias(table, *table_out, "the table");
+    require_alias(row_state, *row_state_out, "row_state");
     const context::Member member = context::find_member(context_id, device);
-    *pin->typed_data() = member.pipeline->update_begin(
-        member.rank, {.lazy = lazy,
-                      .learning_rate = *learning_rate.typed_data(),
-                      .eps = *eps.typed_data(),
-                      .decay = *decay.typed_data(),
-                      .weight_decay = *weight_decay.typed_data(),
-                      .step = *step.typed_data(),
-                      .clips = clips,
-                      .max_grad_norm = *max_grad_norm.typed_data(),
-                      .stochastic_rounding = stochastic_rounding,
-                      .seed = *seed.typed_data(),
-                      .rounding_step = *rounding_step.typed_data()});
+    const Numbers numbers{learning_rate, eps, decay, weight_decay, max_grad_norm, step, seed, rounding_step};
+    *pin->typed_data() =
+        member.pipeline->update_begin(member.rank, rule_of(numbers, false, clips, stochastic_rounding));
+    member.pipeline->update_offer(member.rank, view(table), view(row_state), nullptr);
+  });
+}
+
+ffi::Error begin_lazy(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
+                      F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
+                      U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state,
+                      ffi::AnyBuffer last_step, ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out,
+                      ffi::Result<ffi::AnyBuffer> row_state_out, ffi::Result<ffi::AnyBuffer> last_step_out,
+                      std::int64_t context_id, bool clips, bool stochastic_rounding) {
+  return guarded([&] {
+    require_alias(table, *table_out, "the table");
+    require_alias(row_state, *row_state_out, "row_state");
+    require_alias(last_step, *last_step_out, "last_step");
+    const context::Member member = context::find_member(context_id, device);
+    const Numbers numbers{learning_rate, eps, decay, weight_decay, max_grad_norm, step, seed, rounding_step};
+    *pin->typed_data() = member.pipeline->update_begin(member.rank, rule_of(numbers, true, clips, stochastic_rounding));
+    const DLTensor last = view(last_step);
+    member.pipeline->update_offer(member.rank, view(table), view(row_state), &last);
   });
 }
 
@@ -128,23 +177,33 @@ XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call) {
 }
 
 XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Arg<Pin>()        // gate [1]
-                             .Arg<F32Scalar>()  // learning_rate
-                             .Arg<F32Scalar>()  // eps
-                             .Arg<F32Scalar>()  // decay_factor, or accum_decay_rate of the lazy form
-                             .Arg<F32Scalar>()  // weight_decay_factor, or weight_decay_rate of the lazy form
-                             .Arg<F32Scalar>()  // max_grad_norm, where `clips`
-                             .Arg<S32Scalar>()  // step, where `lazy`
-                             .Arg<U32Scalar>()  // seed, where `stochastic_rounding`
-                             .Arg<U32Scalar>()  // rounding_step, where `stochastic_rounding`
-                             .Ret<Pin>()        // pin [1]
+  static auto* handler = numbers_bound(ffi::Ffi::Bind())
+                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
+                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
+                             .Ret<Pin>()             // pin [1]
+                             .Ret<ffi::AnyBuffer>()  // the same table
+                             .Ret<ffi::AnyBuffer>()  // the same row_state
                              .Attr<std::int64_t>("context_id")
-                             .Attr<bool>("lazy")
                              .Attr<bool>("clips")
                              .Attr<bool>("stochastic_rounding")
                              .To(begin)
+                             .release();
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* update_begin_lazy(XLA_FFI_CallFrame* call) {
+  static auto* handler = numbers_bound(ffi::Ffi::Bind())
+                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
+                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
+                             .Arg<ffi::AnyBuffer>()  // last_step [rows]
+                             .Ret<Pin>()             // pin [1]
+                             .Ret<ffi::AnyBuffer>()  // the same table
+                             .Ret<ffi::AnyBuffer>()  // the same row_state
+                             .Ret<ffi::AnyBuffer>()  // the same last_step
+                             .Attr<std::int64_t>("context_id")
+                             .Attr<bool>("clips")
+                             .Attr<bool>("stochastic_rounding")
+                             .To(begin_lazy)
                              .release();
   return handler->Call(call);
 }
