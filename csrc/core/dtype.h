@@ -8,6 +8,9 @@
 
 #include "core/pack.h"
 #include "core/platform.h"
+#if defined(ASYNC_EMB_F16C)
+#include "core/f16c.h"
+#endif
 
 namespace async_emb::core {
 
@@ -131,6 +134,9 @@ ASYNC_EMB_INLINE FloatPack<N> load(const BFloat16* from) {
 }
 template <int N>
 ASYNC_EMB_INLINE FloatPack<N> load(const Float16* from) {
+#if defined(ASYNC_EMB_F16C)
+  if constexpr (kHasF16c<N>) return widen_float16_f16c<N>(load_pack<HalvesPack<N>>(from));
+#endif
   return float_of_float16<N>(widen<N>(load_pack<HalvesPack<N>>(from)));
 }
 
@@ -144,6 +150,9 @@ ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, BFloat16* to, BitsPack<
 }
 template <int N>
 ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, Float16* to, BitsPack<N>& saturated) {
+#if defined(ASYNC_EMB_F16C)
+  if constexpr (kHasF16c<N>) return store_pack(nearest_float16_f16c<N>(values, saturated), to);
+#endif
   store_pack(narrow<N>(nearest_float16<N>(values, saturated)), to);
 }
 

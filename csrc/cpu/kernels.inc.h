@@ -95,7 +95,14 @@ std::int64_t unique_ids(const UniqueIds& args) {
 
 // ---- segment_sum
 
-inline constexpr std::int64_t kGradsAhead = 12;
+// Gradient rows to ask for ahead: about as many lines as a core can await at once, since more would be dropped or
+// evict.
+inline constexpr std::int64_t kGradBytesAhead = 1536;
+
+ASYNC_EMB_INLINE std::int64_t grads_ahead(std::int64_t row_bytes) {
+  const std::int64_t ahead = kGradBytesAhead / (row_bytes + 1) + 1;
+  return ahead > 16 ? 16 : ahead;
+}
 
 template <class Grad>
 ASYNC_EMB_BODY void sum_segments(const SegmentSum& args) {
@@ -104,11 +111,12 @@ ASYNC_EMB_BODY void sum_segments(const SegmentSum& args) {
   const std::int64_t row_bytes = args.width * static_cast<std::int64_t>(sizeof(Grad));
   std::int8_t levels[core::kMaxSubtrees];
   const int subtrees = core::subtree_levels(args.column_begin, args.column_begin + args.width, levels);
+  const std::int64_t ahead = grads_ahead(row_bytes);
   const std::int64_t last = args.begin < args.end ? args.offsets[args.end] : 0;
   for (std::int64_t u = args.begin; u < args.end; ++u) {
     const std::int64_t first = args.offsets[u];
     const std::int64_t occurrences = args.offsets[u + 1] - first;
-    for (std::int64_t i = first + kGradsAhead; i < first + kGradsAhead + occurrences && i < last; ++i) {
+    for (std::int64_t i = first + ahead; i < first + ahead + occurrences && i < last; ++i) {
       prefetch_read(reinterpret_cast<const unsigned char*>(grads + args.positions[i] * args.grad_row_stride),
                     row_bytes);
     }

@@ -1,7 +1,8 @@
 // The kernels for processors with AVX2. Without fused multiply-add: it would change bits.
 #if defined(__x86_64__)
 
-#include <xmmintrin.h>
+#include <immintrin.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,6 +17,7 @@
 
 #define ASYNC_EMB_ISA isa_avx2
 #define ASYNC_EMB_PACK 8
+#define ASYNC_EMB_F16C
 #include "cpu/kernels.inc.h"
 
 #if defined(__clang__)

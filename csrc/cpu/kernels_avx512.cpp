@@ -1,7 +1,8 @@
 // The kernels for processors with AVX-512 (F, BW, DQ, VL). Without fused multiply-add: it would change bits.
 #if defined(__x86_64__)
 
-#include <xmmintrin.h>
+#include <immintrin.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,7 @@
 
 #define ASYNC_EMB_ISA isa_avx512
 #define ASYNC_EMB_PACK 16
+#define ASYNC_EMB_F16C
 #include "cpu/kernels.inc.h"
 
 #if defined(__clang__)
