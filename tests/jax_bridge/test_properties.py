@@ -75,7 +75,7 @@ large_numbers = st.sampled_from([[], [], [65504.0], [-3e38], [np.nan], [np.inf],
 not_finite = st.sampled_from([[], [], [], [], [], [np.nan], [-np.inf], [3e38]])
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shape=st.sampled_from(SHAPES),
     seed=st.integers(0, 2**32 - 1),
