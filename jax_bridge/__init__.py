@@ -4,6 +4,7 @@ Most programs need ``AsyncEmbedding``, ``RowwiseAdagrad``, ``train_step`` and ``
 the per-shard operations are for those who write their own step inside ``jax.shard_map``.
 """
 
+from .batches import with_next
 from .context import AsyncEmbContextHandle, make_context_handle
 from .embedding import AsyncEmbedding, TableState
 from .errors import (
@@ -38,7 +39,7 @@ from .runtime import (
 )
 from .snapshots import Snapshot
 from .step_program import StepProgram, StepState
-from .train import TrainStep, train_step, with_next
+from .train import TrainStep, train_step
 
 __all__ = [
     "AsyncEmbContextHandle",

@@ -216,8 +216,10 @@ class StepProgram:
     def _forward(self, params: Any, rows: Rows, batch: Any) -> tuple[Any, Callable[[Any], Any], Any]:
         def loss_of(params: Any, rows: Rows) -> Any:
             out = self.loss_fn(params, rows, batch)
-            loss, aux = out if self.has_aux and isinstance(out, tuple) and len(out) == 2 else (out, None)
-            if not hasattr(loss, "dtype") or np.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+            pair = isinstance(out, tuple) and len(out) == 2
+            loss, aux = out if pair and self.has_aux else (out, None)
+            is_loss = hasattr(loss, "dtype") and not np.shape(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
+            if not is_loss or pair != self.has_aux:
                 wanted = "(scalar floating-point loss, aux)" if self.has_aux else "a scalar floating-point loss"
                 raise ContextError(
                     f"async_emb train_step: loss_fn must return {wanted}, but returned {jax.tree.map(jax.typeof, out)}"

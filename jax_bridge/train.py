@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import global_ops, runtime, snapshots
+from . import batches, global_ops, runtime, snapshots
 from .embedding import AsyncEmbedding
-from .errors import AsyncEmbError, ContextError, IdError, PipelineError
+from .errors import AsyncEmbError, IdError, PipelineError
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, StepProgram, StepState
 from .token_ids import as_int32
 from .train_checks import check_arguments
 
-Batch = TypeVar("Batch")
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
 
@@ -71,19 +70,6 @@ def train_step(
     )
 
 
-def with_next(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
-    """Pairs of each batch and the one after it; the last has None."""
-    iterator = iter(batches)
-    try:
-        current = next(iterator)
-    except StopIteration:
-        return
-    for upcoming in iterator:
-        yield current, upcoming
-        current = upcoming
-    yield current, None
-
-
 class TrainStep:
     """A training step; see ``train_step``. As a context manager it closes its contexts, also when the block raises."""
 
@@ -116,7 +102,7 @@ class TrainStep:
         self._in_flight: collections.deque[Any] = collections.deque()  # losses of steps that may still run
         # With staleness 1, what is under way between two calls:
         self._last: Any = None  # pins of the state that it belongs to; None where nothing is
-        self._armed: Mapping[str, Any] | None = None  # ids of the lookup that is armed for the batch announced
+        self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
         self._unwanted = False  # a lookup is armed though no batch was announced
 
     # ---- the loop ----
@@ -150,24 +136,26 @@ class TrainStep:
                 which has run: go on from the exception's attribute ``state``.
         """
         self.check()
-        ids = self._place_ids(batch)
-        compiled = self._compiled(self._sizes(ids))
+        ids = self._ids(batch)
+        placed = self._place(ids)
+        compiled = self._compiled(batches.sizes_of(ids))
         if self.staleness == 0:
             self._use(compiled)
-            state, metrics = compiled.step(state, batch, ids)
+            state, metrics = compiled.step(state, batch, placed)
         else:
-            next_ids = ids if upcoming is None else self._place_ids(upcoming)
-            self._require_same_size(compiled, self._sizes(next_ids))
+            next_ids = None if upcoming is None else self._ids(upcoming)
+            next_placed = placed if next_ids is None else self._place(next_ids)
+            batches.require_same_sizes(self.tables, compiled.sizes, batches.sizes_of(next_placed))
             self._require_last(state)
+            batches.require_announced(self.tables, self._armed or {}, ids, state.step)
             self._use(compiled)
             if self._armed is None:
                 jax.block_until_ready(state)
                 # Arming takes the tables, so an error of the model comes before it.
-                compiled.step.eval_shape(state, batch, ids, next_ids)
-                state = self._arm(state, ids, compiled)
-            state, metrics = compiled.step(state, batch, ids, next_ids)
-            self._last = state.pins
-            self._armed, self._unwanted = (None, True) if upcoming is None else (next_ids, False)
+                compiled.step.eval_shape(state, batch, placed, next_placed)
+                state = self._arm(state, placed, compiled)
+            state, metrics = compiled.step(state, batch, placed, next_placed)
+            self._last, self._armed, self._unwanted = state.pins, next_ids, next_ids is None
         self._in_flight.append(metrics["loss"])
         if self._sync_errors:
             self._check_and_hand_over(state)
@@ -272,8 +260,8 @@ class TrainStep:
             snapshots.restore_staged(compiled.program.handles, snapshot["staged"])
             self._last = state.pins
             if snapshot["armed"] is not None:
-                ids = {name: self._put(as_int32(np.array(x)), name) for name, x in snapshot["armed"].items()}
-                state = self._arm(state, ids, compiled)
+                ids = {name: as_int32(np.array(x)) for name, x in snapshot["armed"].items()}
+                state = self._arm(state, self._place(ids), compiled)
                 self._armed, self._unwanted = ids, False
                 jax.block_until_ready(state)
                 with contextlib.suppress(IdError):  # raised before the snapshot was taken
@@ -291,7 +279,7 @@ class TrainStep:
 
     def program_for(self, batch: Any) -> StepProgram:
         """The traced parts for batches of this one's size."""
-        return self._program(self._sizes(self._place_ids(batch))).program
+        return self._program(batches.sizes_of(self._ids(batch))).program
 
     # ---- states ----
 
@@ -320,9 +308,6 @@ class TrainStep:
 
     # ---- programs and contexts ----
 
-    def _sizes(self, ids: Mapping[str, Any]) -> tuple[int, ...]:
-        return tuple(int(np.prod(ids[name].shape)) for name in sorted(self.tables))
-
     def _program(self, sizes: tuple[int, ...]) -> Compiled:
         if sizes not in self._programs:
             program = StepProgram(
@@ -339,17 +324,9 @@ class TrainStep:
     def _compiled(self, sizes: tuple[int, ...]) -> Compiled:
         compiled = self._program(sizes)
         if self._last is not None and self._current is not None:
-            self._require_same_size(self._current, sizes)
+            batches.require_same_sizes(self.tables, self._current.sizes, sizes)
         self._current = compiled
         return compiled
-
-    def _require_same_size(self, compiled: Compiled, sizes: tuple[int, ...]) -> None:
-        if compiled.sizes != sizes:
-            raise PipelineError(
-                f"async_emb: batches of {_by_name(self.tables, compiled.sizes)} tokens cannot be followed by one of "
-                f"{_by_name(self.tables, sizes)} without a flush: with staleness 1 a step works on two batches. "
-                "Pass upcoming=None and flush before the size changes, or pad the batch, with padding_id for the ids"
-            )
 
     def _use(self, compiled: Compiled) -> None:
         """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
@@ -389,21 +366,11 @@ class TrainStep:
 
     # ---- ids and lookups ----
 
-    def _place_ids(self, batch: Any) -> dict[str, Any]:
-        ids = self._ids_of(batch)
-        if not isinstance(ids, Mapping) or set(ids) != set(self.tables):
-            given = sorted(ids) if isinstance(ids, Mapping) else type(ids).__name__
-            raise ContextError(f"async_emb: ids_of gave {given}, but the tables are {sorted(self.tables)}")
-        return {name: self._put(self.tables[name].prepare_ids(x), name) for name, x in ids.items()}
+    def _ids(self, batch: Any) -> batches.Ids:
+        return batches.checked_ids(self.tables, self._ids_of(batch))
 
-    def _put(self, ids: Any, name: str) -> Any:
-        handle = self.tables[name].smallest_handle()
-        if ids.size == 0 or ids.ndim == 0 or ids.shape[0] % handle.group_size:
-            raise ContextError(
-                f"async_emb {handle.name!r}: token ids have shape {list(ids.shape)}, but need a first dimension that "
-                f"is a multiple of the {handle.group_size} ranks: pad the batch, with padding_id for the ids"
-            )
-        return jax.device_put(ids, NamedSharding(handle.mesh, global_ops.token_spec(handle)))
+    def _place(self, ids: batches.Ids) -> batches.Ids:
+        return batches.place(self.tables, ids)
 
     def _looks_up(self) -> bool:
         return self._armed is not None or self._unwanted
@@ -429,7 +396,3 @@ class TrainStep:
             error.state = state  # type: ignore[attr-defined]
             error.add_note("The step has run: go on from the state that this exception carries as `state`.")
             raise
-
-
-def _by_name(tables: Mapping[str, Any], sizes: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(sorted(tables), sizes, strict=True))

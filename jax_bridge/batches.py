@@ -1,0 +1,97 @@
+"""Batches of a training step: pairing each with the next, and their token ids: checked, placed, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from . import global_ops
+from .embedding import AsyncEmbedding
+from .errors import ContextError, PipelineError
+
+Tables = Mapping[str, AsyncEmbedding]
+Ids = dict[str, Any]
+Batch = TypeVar("Batch")
+
+
+def with_next(loader: Iterable[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
+    """Pairs of each batch and the one after it; the last has None."""
+    iterator = iter(loader)
+    try:
+        current = next(iterator)
+    except StopIteration:
+        return
+    for upcoming in iterator:
+        yield current, upcoming
+        current = upcoming
+    yield current, None
+
+
+def checked_ids(tables: Tables, ids: Any) -> Ids:
+    """What ``ids_of`` gave, as int32 arrays (host arrays stay on the host) that the ranks can share evenly.
+
+    Raises:
+        ContextError: other tables, or a shape that cannot be sharded.
+        IdError: see ``AsyncEmbedding.prepare_ids``.
+    """
+    if not isinstance(ids, Mapping) or set(ids) != set(tables):
+        given = sorted(ids) if isinstance(ids, Mapping) else type(ids).__name__
+        raise ContextError(f"async_emb: ids_of gave {given}, but the tables are {sorted(tables)}")
+    checked = {name: table.prepare_ids(ids[name]) for name, table in tables.items()}
+    for name, x in checked.items():
+        handle = tables[name].smallest_handle()
+        if x.ndim == 0 or x.size == 0 or x.shape[0] % handle.group_size:
+            raise ContextError(
+                f"async_emb {handle.name!r}: token ids have shape {list(x.shape)}, but need a first dimension that is "
+                f"a multiple of the {handle.group_size} ranks: pad the batch, with padding_id for the ids"
+            )
+    return checked
+
+
+def place(tables: Tables, ids: Ids) -> Ids:
+    """The ids on the mesh, sharded as tokens are."""
+    placed = {}
+    for name, x in ids.items():
+        handle = tables[name].smallest_handle()
+        placed[name] = jax.device_put(x, NamedSharding(handle.mesh, global_ops.token_spec(handle)))
+    return placed
+
+
+def sizes_of(ids: Ids) -> tuple[int, ...]:
+    """Tokens by table, in the order of the tables' names."""
+    return tuple(int(ids[name].size) for name in sorted(ids))
+
+
+def require_announced(tables: Tables, announced: Ids, given: Ids, step: Any) -> None:
+    """Refuses another batch than the one that was announced, of the same sizes, where both have their ids on the host.
+
+    Others are compared on the devices; that refusal comes too late to keep the step from running.
+    """
+    for name, wanted in announced.items():
+        if not isinstance(wanted, np.ndarray) or not isinstance(given[name], np.ndarray):
+            continue
+        wanted, got = wanted.reshape(-1), given[name].reshape(-1)
+        differing = np.flatnonzero(wanted != got)
+        if len(differing):
+            position = int(differing[0])
+            raise PipelineError(
+                f"async_emb {tables[name].name!r}: step {int(step)} was given another batch than the step before has "
+                f"announced as upcoming and begun to look up: token id {got[position]} instead of {wanted[position]} "
+                f"at position {position}. Nothing has run: pass the batch that was announced, or flush, and go on with "
+                "any batch"
+            )
+
+
+def require_same_sizes(tables: Tables, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """Refuses a batch of other sizes while a step is under way."""
+    if before != after:
+        was, becomes = (dict(zip(sorted(tables), sizes, strict=True)) for sizes in (before, after))
+        raise PipelineError(
+            f"async_emb: batches of {was} tokens cannot be followed by one of {becomes} without a flush: with "
+            "staleness 1 a step works on two batches. Pass upcoming=None and flush before the size changes, or pad the "
+            "batch, with padding_id for the ids"
+        )
