@@ -20,7 +20,7 @@ from ._programs import Batch, Rule, Run, fresh
 
 BF16 = ml_dtypes.bfloat16
 PLAIN = Rule(learning_rate=1.0, eps=0.0)
-RANKS = [2, 4]
+RANKS = [1, 2, 4]
 BAD_IDS = [-1, 8, 9, 2**31 - 1, -(2**31)]
 WIDTH = 80
 
