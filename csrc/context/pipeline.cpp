@@ -213,11 +213,17 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
   std::int64_t step = 0;
   {
     Lock lock(mutex_);
-    require_working();
-    ++stats_.lookup_lease_calls;
     Rank& me = ranks_[rank];
     step = me.machine.lookup().armed;
     LookupRound& round = lookup_round(step);
+    if (failure_ && me.lookup_open && round.running && round.ranks[rank].lent) {
+      // The done has lent the table to work that still runs: it comes back, with the failure, when that has ended.
+      me.lookup_open = false;
+      round.ranks[rank].lease = std::move(completion);
+      return;
+    }
+    require_working();
+    ++stats_.lookup_lease_calls;
     if (!me.lookup_open || round.step != step || round.is_void) {
       lock.unlock();
       completion(nullptr);
@@ -461,7 +467,6 @@ float Pipeline::update_begin(int rank, const UpdateRule& rule) {
   require_working();
   ++stats_.update_begin_calls;
   Rank& me = ranks_[rank];
-  me.update_open = false;
   if (refuses(me, me.machine.check_update_start(), "update start")) return pin_of(me.machine.update().armed);
   me.update_open = true;
   const bool staged = me.machine.update_start();
@@ -495,8 +500,8 @@ void Pipeline::take_offer(int rank, UpdateRound& round, const DLTensor& table, c
     fail_and_throw({error.kind(), here + error.what()});
   }
   if (round.rule.lazy != (last_step != nullptr)) {
-    fail_and_throw({FailureKind::kInvalidArgument, here + (round.rule.lazy ? "the lazy rule needs last_step"
-                                                                           : "only the lazy rule takes last_step")});
+    fail_and_throw({FailureKind::kInvalidArgument,
+                    here + (round.rule.lazy ? "the lazy rule needs last_step" : "only the lazy rule takes last_step")});
   }
   if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
     fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
@@ -534,11 +539,16 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
   std::int64_t step = 0;
   {
     Lock lock(mutex_);
-    require_working();
-    ++stats_.update_lease_calls;
     Rank& me = ranks_[rank];
     step = me.machine.update().armed;
     UpdateRound& round = update_round(step);
+    if (failure_ && me.update_open && round.running && round.ranks[rank].lent && !round.ranks[rank].ready) {
+      me.update_open = false;
+      round.ranks[rank].lease = std::move(completion);
+      return;
+    }
+    require_working();
+    ++stats_.update_lease_calls;
     if (!me.update_open || round.step != step || round.is_void) {
       lock.unlock();
       completion(nullptr);
