@@ -26,34 +26,12 @@ std::string message_of(const std::function<void()>& call) {
   return "no error";
 }
 
-// Occupies the workers of an executor until it is destroyed.
-class Blockade {
- public:
-  explicit Blockade(Executor& executor) {
-    for (int i = 0; i < executor.limit(); ++i) {
-      executor.submit([released = released_] { released.wait(); });
-    }
-  }
-  ~Blockade() { release(); }
-  void release() {
-    if (!std::exchange(open_, true)) promise_.set_value();
-  }
-
- private:
-  std::promise<void> promise_;
-  std::shared_future<void> released_ = promise_.get_future().share();
-  bool open_ = false;
-};
-
 TEST(PipelineFailure, RefusesOtherBuffersInTheUpdateThanInTheLookup) {
   Setting setting(small_spec(2));
   Shard copy(setting.spec, kRows);
+  setting.run({{Op::kLookupStart}, {Op::kLookupDone}, {Op::kStage}});
   std::vector<std::string> messages(2);
   run_ranks(2, [&](int r) {
-    RankCalls& rank = setting.rank(r);
-    rank.lookup_done(rank.lookup_start(kIds));
-    rank.stage(setting.batches[0].grads.data());
-    rank.settle();
     RankCalls other(*setting.group.pipeline, r, r == 1 ? copy : *setting.group.shards[0], kRows);
     messages[static_cast<std::size_t>(r)] = message_of([&] {
       other.update_start(plain_rule());

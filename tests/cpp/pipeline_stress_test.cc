@@ -26,14 +26,23 @@ TEST(PipelineStress, GivesRowsWhetherTheDoneComesBeforeTheLeaseDuringTheWorkOrAf
     const auto pause = std::chrono::microseconds(random() % 1500);
     run_ranks(2, [&](int r) {
       RankCalls& rank = setting.rank(r);
-      const float pin = rank.lookup_begin(slice(batch.ids, spec, r));
+      const int order = repetition % 5;
       std::optional<PendingRows> rows;
-      if (repetition % 3 == 0) rows = rank.lookup_done_later(pin);
-      rank.lookup_lease();
-      if (repetition % 3 == 1) std::this_thread::sleep_for(pause);
-      if (repetition % 3 == 2) rank.settle();
-      if (!rows) rows = rank.lookup_done_later(pin);
-      const std::vector<char> got = rows->wait();
+      std::vector<char> got;
+      if (order < 3) {
+        const float pin = rank.lookup_begin(slice(batch.ids, spec, r));
+        if (order == 0) rows = rank.lookup_done_later(pin);
+        rank.lookup_lease();
+        if (order == 1) std::this_thread::sleep_for(pause);
+        if (order == 2) rank.settle();
+        if (!rows) rows = rank.lookup_done_later(pin);
+        got = rows->wait();
+      } else {
+        rank.lend(order == 3 || r == 0 ? Lending::kAfterTheDone : Lending::kAtAnyTime);
+        const float pin = rank.lookup_start(slice(batch.ids, spec, r));
+        if (r == 1) std::this_thread::sleep_for(pause);
+        got = rank.lookup_done(pin);
+      }
       const std::vector<unsigned char> mine = slice(expected, spec, r);
       EXPECT_EQ(0, std::memcmp(got.data(), mine.data(), mine.size()));
       rank.settle();

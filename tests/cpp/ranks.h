@@ -1,17 +1,12 @@
-// Ranks as threads, and buffers as XLA owns them: lent for as long as a lease lasts, and gone or rewritten right after.
+// Ranks as threads: the calls that a compiled step makes, in the orders in which XLA may make them.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
-#include <new>
 #include <optional>
 #include <random>
 #include <string>
@@ -22,149 +17,9 @@
 #include "comm/in_process.h"
 #include "context/executor.h"
 #include "context/pipeline.h"
-
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(address, size) (static_cast<void>(address), static_cast<void>(size))
-#define ASAN_UNPOISON_MEMORY_REGION(address, size) (static_cast<void>(address), static_cast<void>(size))
-#endif
+#include "lent_buffers.h"
 
 namespace async_emb::context {
-
-// What one completion was told. It must come exactly once, and never where the call threw.
-class Answer {
- public:
-  Completion completion() {
-    return [state = state_](const Failure* failure) {
-      std::lock_guard lock(state->mutex);
-      EXPECT_FALSE(state->withdrawn) << "a completion was called after its call had thrown";
-      EXPECT_EQ(++state->calls, 1) << "a completion was called more than once";
-      if (failure != nullptr) state->failure = *failure;
-      state->changed.notify_all();
-    };
-  }
-
-  bool ready() const {
-    std::lock_guard lock(state_->mutex);
-    return state_->calls > 0;
-  }
-
-  std::optional<Failure> wait() const {
-    std::unique_lock lock(state_->mutex);
-    if (!state_->changed.wait_for(lock, std::chrono::seconds(60), [&] { return state_->calls > 0; })) {
-      std::fprintf(stderr, "a completion was lost: nobody called it for 60 s\n");
-      std::abort();
-    }
-    return state_->failure;
-  }
-
-  // As XLA does: whoever waited for a failed result gets the error.
-  void wait_or_throw() const {
-    if (const auto failure = wait()) throw Error(*failure);
-  }
-
-  void withdraw() {
-    std::lock_guard lock(state_->mutex);
-    EXPECT_EQ(state_->calls, 0) << "a call threw and its completion was called too";
-    state_->withdrawn = true;
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    int calls = 0;
-    bool withdrawn = false;
-    std::optional<Failure> failure;
-  };
-  std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
-// Runs `call` with the answer's completion; where the call throws, nobody may answer any more.
-template <typename Call>
-void ask(Answer& answer, Call call) {
-  try {
-    call(answer.completion());
-  } catch (...) {
-    answer.withdraw();
-    throw;
-  }
-}
-
-// One array in an allocation of its own.
-class Tensor {
- public:
-  Tensor(DLDataType type, std::vector<std::int64_t> shape) : type_(type), shape_(std::move(shape)) {
-    bytes_ = type.bits / 8;
-    for (const std::int64_t extent : shape_) bytes_ *= static_cast<std::size_t>(extent);
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 64, bytes_) != 0) throw std::bad_alloc();
-    memory_.reset(static_cast<char*>(memory));
-    std::memset(memory, 0x5a, bytes_);
-  }
-  Tensor(DLDataType type, std::vector<std::int64_t> shape, const void* content) : Tensor(type, std::move(shape)) {
-    std::memcpy(memory_.get(), content, bytes_);
-  }
-
-  template <typename T>
-  T* as() const {
-    return reinterpret_cast<T*>(memory_.get());
-  }
-  std::size_t bytes() const { return bytes_; }
-  std::vector<char> content() const { return {as<char>(), as<char>() + bytes_}; }
-
-  DLTensor view() {
-    DLTensor tensor{};
-    tensor.data = memory_.get();
-    tensor.device = {kDLCPU, 0};
-    tensor.ndim = static_cast<std::int32_t>(shape_.size());
-    tensor.dtype = type_;
-    tensor.shape = shape_.data();
-    return tensor;
-  }
-
-  void lend() { ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_); }
-
-  // The buffer is the owner's again: rewriting it shows the thread sanitizer whoever still uses it, and poison shows
-  // the address sanitizer whoever does so later.
-  void rest() {
-    for (volatile char* p = memory_.get(); p != memory_.get() + bytes_; ++p) *p = *p;
-    ASAN_POISON_MEMORY_REGION(memory_.get(), bytes_);
-  }
-
-  void release() { memory_.reset(); }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  DLDataType type_;
-  std::vector<std::int64_t> shape_;
-  std::size_t bytes_ = 0;
-  std::unique_ptr<char, Free> memory_;
-};
-
-// A rank's part of a table, with the optimizer's state.
-struct Shard {
-  Tensor table;
-  Tensor row_state;
-  Tensor last_step;
-
-  Shard(const ContextSpec& spec, std::int64_t rows)
-      : table(dlpack_type(spec.dtype), {rows, spec.shard_width()}),
-        row_state(kFloat32, {rows}),
-        last_step(kInt32, {rows}) {
-    std::memset(row_state.as<char>(), 0, row_state.bytes());
-    std::memset(last_step.as<char>(), 0, last_step.bytes());
-  }
-  void lend() {
-    for (Tensor* tensor : {&table, &row_state, &last_step}) tensor->lend();
-  }
-  void rest() {
-    for (Tensor* tensor : {&table, &row_state, &last_step}) tensor->rest();
-  }
-};
 
 // Rows that a lookup_done will write.
 struct PendingRows {
@@ -194,8 +49,12 @@ struct PendingUpdate {
   }
 };
 
-// The calls of one rank, in the order in which a compiled step makes them. The table is threaded: it is lent again only
-// when the last lease has ended.
+// When a start that has offered its table lends it: with a compiled program that runs one call after the other, the
+// lease may come when the step is done.
+enum class Lending { kAtOnce, kAfterTheDone, kAtAnyTime };
+
+// The calls of one rank, in the orders in which a compiled step makes them. The table is threaded: a start begins only
+// when the last lease has ended. A done may come before the lease of its step, which may then come only after it.
 class RankCalls {
  public:
   RankCalls(Pipeline& pipeline, int rank, Shard& shard, std::int64_t rows, unsigned seed = 0)
@@ -205,24 +64,33 @@ class RankCalls {
         rows_(rows),
         random_(seed * 1000 + static_cast<unsigned>(rank)) {}
 
-  // From here on calls come after random pauses.
-  void stagger() { staggers_ = true; }
+  void lend(Lending lending) { lending_ = lending; }
+  // From here on calls come after random pauses, and leases before, during or after the dones.
+  void stagger() {
+    staggers_ = true;
+    lending_ = Lending::kAtAnyTime;
+  }
 
   template <typename Id>
   float lookup_begin(const std::vector<Id>& ids) {
+    settle();
     pause();
     Tensor tensor(sizeof(Id) == 8 ? kInt64 : kInt32, {static_cast<std::int64_t>(ids.size())}, ids.data());
     return pipeline_.lookup_begin(rank_, tensor.view(), rows_);
   }
 
   void lookup_lease() {
-    lend([&](Completion completion) { pipeline_.lookup_lease(rank_, shard_.table.view(), std::move(completion)); });
+    take_lease(
+        [&](Completion completion) { pipeline_.lookup_lease(rank_, shard_.table.view(), std::move(completion)); });
   }
 
+  // Begins, offers the table, and lends it: now, or when the step is done.
   template <typename Id>
   float lookup_start(const std::vector<Id>& ids) {
     const float pin = lookup_begin(ids);
-    lookup_lease();
+    offer([&] { pipeline_.lookup_offer(rank_, shard_.table.view()); });
+    due_ = &RankCalls::lookup_lease;
+    if (!defers()) lend_due();
     return pin;
   }
 
@@ -239,7 +107,7 @@ class RankCalls {
     return pending;
   }
   std::vector<char> lookup_done(float pin, const std::vector<std::int32_t>* ids = nullptr) {
-    return lookup_done_later(pin, ids).wait();
+    return finish(lookup_done_later(pin, ids));
   }
 
   float stage(const void* grads, bool pending = true) {
@@ -262,13 +130,14 @@ class RankCalls {
   }
 
   float update_begin(const UpdateRule& rule) {
+    settle();
     pause();
     lazy_ = rule.lazy;
     return pipeline_.update_begin(rank_, rule);
   }
 
   void update_lease() {
-    lend([&](Completion completion) {
+    take_lease([&](Completion completion) {
       const DLTensor last_step = shard_.last_step.view();
       pipeline_.update_lease(rank_, shard_.table.view(), shard_.row_state.view(), lazy_ ? &last_step : nullptr,
                              std::move(completion));
@@ -277,7 +146,12 @@ class RankCalls {
 
   float update_start(const UpdateRule& rule) {
     const float pin = update_begin(rule);
-    update_lease();
+    offer([&] {
+      const DLTensor last_step = shard_.last_step.view();
+      pipeline_.update_offer(rank_, shard_.table.view(), shard_.row_state.view(), lazy_ ? &last_step : nullptr);
+    });
+    due_ = &RankCalls::update_lease;
+    if (!defers()) lend_due();
     return pin;
   }
 
@@ -290,7 +164,7 @@ class RankCalls {
     });
     return pending;
   }
-  UpdateOutcome update_done() { return update_done_later().wait(); }
+  UpdateOutcome update_done() { return finish(update_done_later()); }
 
   // Waits until the table has come back, and says with what.
   std::optional<Failure> take_back() {
@@ -301,14 +175,14 @@ class RankCalls {
     return failure;
   }
   void settle() {
+    lend_due();
     if (const auto failure = take_back()) throw Error(*failure);
   }
   bool table_is_back() const { return !lease_ || lease_->ready(); }
 
  private:
   template <typename Call>
-  void lend(Call call) {
-    settle();
+  void take_lease(Call call) {
     pause();
     shard_.lend();
     Answer lease;
@@ -319,6 +193,35 @@ class RankCalls {
       throw;
     }
     lease_ = std::move(lease);
+  }
+
+  template <typename Call>
+  void offer(Call call) {
+    shard_.lend();
+    try {
+      call();
+    } catch (...) {
+      shard_.rest();
+      throw;
+    }
+  }
+
+  bool defers() {
+    return lending_ == Lending::kAfterTheDone || (lending_ == Lending::kAtAnyTime && random_() % 2 == 0);
+  }
+
+  void lend_due() {
+    if (const auto due = std::exchange(due_, nullptr)) (this->*due)();
+  }
+
+  // Waits for a done. Where it came before the lease, nobody may use the table any more when it has ended.
+  template <typename Pending>
+  auto finish(Pending pending) -> decltype(pending.wait()) {
+    if (!defers()) lend_due();
+    pending.answer.wait();
+    if (due_ != nullptr) shard_.rest();
+    lend_due();
+    return pending.wait();
   }
 
   void pause() {
@@ -333,9 +236,11 @@ class RankCalls {
   Shard& shard_;
   const std::int64_t rows_;
   std::mt19937 random_;
+  Lending lending_ = Lending::kAtOnce;
   bool staggers_ = false;
   bool lazy_ = false;
   std::optional<Answer> lease_;
+  void (RankCalls::*due_)() = nullptr;  // the lease that comes with or after the done
 };
 
 // Runs `body(rank)` on a thread for each rank and returns what each one threw.
@@ -354,6 +259,25 @@ inline std::vector<std::optional<Failure>> run_ranks(int count, const std::funct
   for (std::thread& thread : threads) thread.join();
   return failures;
 }
+
+// Occupies the workers of an executor until it is destroyed.
+class Blockade {
+ public:
+  explicit Blockade(Executor& executor) {
+    for (int i = 0; i < executor.limit(); ++i) {
+      executor.submit([released = released_] { released.wait(); });
+    }
+  }
+  ~Blockade() { release(); }
+  void release() {
+    if (!std::exchange(open_, true)) promise_.set_value();
+  }
+
+ private:
+  std::promise<void> promise_;
+  std::shared_future<void> released_ = promise_.get_future().share();
+  bool open_ = false;
+};
 
 inline ContextSpec small_spec(int group_size, std::int64_t tokens_per_rank = 4, std::int64_t shard_width = 2) {
   ContextSpec spec;
