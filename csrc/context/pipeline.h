@@ -15,6 +15,8 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -61,9 +63,9 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
 
   // The ordered calls of one rank. Pins are step numbers; state_machine.h turns them into float32.
   //
-  // An offer tells the table that the lease will lend. XLA may run a small program one call after the other, in any order
-  // that the data allow, so a done may come before its lease, which then cannot come before the done has ended. With an
-  // offer the done lends the table itself: it completes when nobody uses it any more.
+  // An offer tells the table that the lease will lend. XLA may run a small program one call after the other, in any
+  // order that the data allow, so a done may come before its lease, which then cannot come before the done has ended.
+  // With an offer the done lends the table itself: it completes when nobody uses it any more.
   float lookup_begin(int rank, const DLTensor& ids, std::int64_t rows);
   void lookup_offer(int rank, const DLTensor& table);
   void lookup_lease(int rank, const DLTensor& table, Completion completion);
@@ -173,5 +175,14 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::optional<IdProblem> id_problem_;
   Stats stats_;
 };
+
+template <typename Body>
+void Pipeline::guarded(const char* call, Body body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    fail({FailureKind::kInternal, "async_emb '" + spec_.name + "' " + call + " failed: " + error.what()});
+  }
+}
 
 }  // namespace async_emb::context

@@ -15,6 +15,10 @@ using Completion = std::function<void(const Failure*)>;
 
 using Clock = std::chrono::steady_clock;
 
+inline std::int64_t nanoseconds_since(Clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+}
+
 struct Progress {
   std::int64_t step = 0;        // 0: this slot holds no round
   std::int64_t begin_call = 0;  // the ordered call of each rank that opened it
@@ -71,6 +75,12 @@ struct UpdateResults {
   float* norm = nullptr;
   std::int32_t* valid = nullptr;
   std::int32_t* pending = nullptr;
+
+  void write_nothing_done() const {
+    *norm = 0;
+    *valid = 0;
+    *pending = 0;
+  }
 };
 
 struct UpdateRound : Progress {

@@ -16,6 +16,11 @@ std::string number(float pin) {
 
 }  // namespace
 
+std::string called_twice(const char* call, std::int64_t step) {
+  return std::string(call) + " of step " + number(step) +
+         " was called again while the first call waits: call it once for each start";
+}
+
 StateMachine::Refusal StateMachine::check_lookup_start() const {
   if (!lookup_.pending()) return std::nullopt;
   return "lookup_start of step " + number(lookup_.armed + 1) + " came before lookup_done of step " +

@@ -21,6 +21,9 @@ struct StepCounts {
 inline constexpr std::int64_t kPinModulus = std::int64_t{1} << 24;
 inline float pin_of(std::int64_t step) { return static_cast<float>(step % kPinModulus); }
 
+// A done that still waits owns its step; a second one would take its place, and nobody would answer the first.
+std::string called_twice(const char* call, std::int64_t step);
+
 class StateMachine {
  public:
   using Refusal = std::optional<std::string>;

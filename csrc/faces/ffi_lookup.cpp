@@ -11,9 +11,8 @@ namespace {
 
 std::int64_t rows_of(const DLTensor& table) { return table.ndim == 2 ? table.shape[0] : 0; }
 
-ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table,
-                 ffi::BufferR1<ffi::F32> /*gate*/, ffi::ResultBufferR1<ffi::F32> pin,
-                 ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
+ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*gate*/,
+                 ffi::ResultBufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
   return guarded([&] {
     require_alias(table, *table_out, "the table");
     const context::Member member = context::find_member(context_id, device);
@@ -49,8 +48,8 @@ ffi::Future done_checked(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::
   });
 }
 
-// A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it. Complete when
-// the rows are there and no peer reads this shard any more.
+// A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it.
+// Complete when the rows are there and no peer reads this shard any more.
 ffi::Future now(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
                 std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
@@ -109,9 +108,9 @@ XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()
-                             .Arg<ffi::AnyBuffer>()          // table [rows, shard_width]
+                             .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]
-                             .Ret<ffi::AnyBuffer>()          // the same table
+                             .Ret<ffi::AnyBuffer>()           // the same table
                              .Attr<std::int64_t>("context_id")
                              .To(lease)
                              .release();
@@ -122,7 +121,7 @@ XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
-                             .Ret<ffi::AnyBuffer>()          // rows [tokens_per_rank, emb_width]
+                             .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]
                              .Attr<std::int64_t>("context_id")
                              .To(done)
                              .release();
@@ -133,8 +132,8 @@ XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
-                             .Arg<ffi::AnyBuffer>()          // token_ids that the rows are for
-                             .Ret<ffi::AnyBuffer>()          // rows [tokens_per_rank, emb_width]
+                             .Arg<ffi::AnyBuffer>()           // token_ids that the rows are for
+                             .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]
                              .Attr<std::int64_t>("context_id")
                              .To(done_checked)
                              .release();

@@ -65,9 +65,9 @@ ffi::Error error_of(const context::Failure& failure) {
 
 void require_alias(const ffi::AnyBuffer& operand, const ffi::AnyBuffer& result, const char* name) {
   if (operand.untyped_data() == result.untyped_data()) return;
-  throw context::Error(context::FailureKind::kUnmatchedBuffers,
-                       std::string("async_emb: XLA did not keep ") + name +
-                           " in one buffer through a call that works in place");
+  throw context::Error(
+      context::FailureKind::kUnmatchedBuffers,
+      std::string("async_emb: XLA did not keep ") + name + " in one buffer through a call that works in place");
 }
 
 }  // namespace async_emb::faces

@@ -1,5 +1,5 @@
-// What every XLA FFI handler needs: buffers as DLTensor views, our failures as XLA's errors, and a guard that lets no exception
-// out. XLA itself maps only std::exception, and to a code that says nothing.
+// What every XLA FFI handler needs: buffers as DLTensor views, our failures as XLA's errors, and a guard that lets no
+// exception out. XLA itself maps only std::exception, and to a code that says nothing.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +43,8 @@ ffi::Error guarded(Body body) noexcept {
   }
 }
 
-// A completion that answers `promise`. The program goes on with the floating-point mode that XLA's own thread had: dense compute
-// must not depend on whose thread it continues on.
+// A completion that answers `promise`. The program goes on with the floating-point mode that XLA's own thread had:
+// dense compute must not depend on whose thread it continues on.
 inline context::Completion answer(ffi::Promise promise) {
   return [promise = std::move(promise), mode = cpu::float_mode()](const context::Failure* failure) mutable {
     const cpu::ScopedFloatMode as_the_caller(mode);

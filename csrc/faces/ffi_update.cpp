@@ -17,17 +17,16 @@ bool truth_of(const ffi::AnyBuffer& buffer) {
     if (tensor.dtype.code == kDLBool) return *static_cast<const bool*>(tensor.data);
     if (context::same_type(tensor.dtype, context::kInt32)) return *static_cast<const std::int32_t*>(tensor.data) != 0;
   }
-  throw context::Error(context::FailureKind::kInvalidArgument,
-                       "async_emb stage_update: pending is " + context::describe(tensor) +
-                           ", but must be one bool or int32");
+  throw context::Error(
+      context::FailureKind::kInvalidArgument,
+      "async_emb stage_update: pending is " + context::describe(tensor) + ", but must be one bool or int32");
 }
 
-ffi::Error stage(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/,
-                 ffi::Result<Pin> pin, std::int64_t context_id) {
+ffi::Error stage(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
+                 std::int64_t context_id) {
   return guarded([&] {
     const context::Member member = context::find_member(context_id, device);
-    *pin->typed_data() =
-        member.pipeline->stage_update(member.rank, view(grads), nullptr, nullptr, truth_of(pending));
+    *pin->typed_data() = member.pipeline->stage_update(member.rank, view(grads), nullptr, nullptr, truth_of(pending));
   });
 }
 
@@ -38,8 +37,7 @@ ffi::Error stage_segments(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuf
     const context::Member member = context::find_member(context_id, device);
     const DLTensor segments = view(segment_ids);
     const DLTensor unique = view(unique_tokens);
-    *pin->typed_data() =
-        member.pipeline->stage_update(member.rank, view(grads), &segments, &unique, truth_of(pending));
+    *pin->typed_data() = member.pipeline->stage_update(member.rank, view(grads), &segments, &unique, truth_of(pending));
   });
 }
 
@@ -97,8 +95,8 @@ ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32
 
 ffi::Error begin_lazy(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
                       F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
-                      U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state,
-                      ffi::AnyBuffer last_step, ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out,
+                      U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
+                      ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out,
                       ffi::Result<ffi::AnyBuffer> row_state_out, ffi::Result<ffi::AnyBuffer> last_step_out,
                       std::int64_t context_id, bool clips, bool stochastic_rounding) {
   return guarded([&] {

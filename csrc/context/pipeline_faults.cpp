@@ -1,0 +1,172 @@
+// Refusals, which cost nothing and are taken back, and failures, which end a pipeline.
+#include "context/pipeline.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+namespace async_emb::context {
+
+// ---- refusals ----
+
+bool Pipeline::refuses(Rank& rank, StateMachine::Refusal refusal, const char* call) {
+  const std::int64_t index = ++rank.calls;
+  if (index > refused_call_) {
+    ++stats_.refused_calls;
+    return true;
+  }
+  if (!refusal) return false;
+  ++stats_.refused_calls;
+  refused_call_ = index;
+  if (!refusal_) {
+    refusal_ = where(call, static_cast<int>(&rank - ranks_.data())) + ": " + *refusal +
+               ". Nothing was applied; tables and state are as before this call";
+  }
+  void_rounds();
+  return true;
+}
+
+void Pipeline::void_rounds() {
+  for (LookupRound& round : lookups_) {
+    if (round.step != 0 && !round.running && !round.complete && round.begin_call >= refused_call_) finish_void(round);
+  }
+  for (UpdateRound& round : updates_) {
+    if (round.step != 0 && !round.running && !round.complete && round.begin_call >= refused_call_) finish_void(round);
+  }
+}
+
+void Pipeline::finish_void(LookupRound& round) {
+  round.is_void = true;
+  round.complete = true;
+  for (int rank = 0; rank < spec_.group_size; ++rank) {
+    LookupRound::Rank& mine = round.ranks[rank];
+    later(mine.lease);
+    if (!mine.done) continue;
+    work_.fill_refused(mine.out);
+    consume_lookup(rank, round);
+    later(mine.done);
+  }
+}
+
+void Pipeline::finish_void(UpdateRound& round) {
+  round.is_void = true;
+  round.complete = true;
+  for (int rank = 0; rank < spec_.group_size; ++rank) {
+    UpdateRound::Rank& mine = round.ranks[rank];
+    later(mine.lease);
+    if (!mine.done) continue;
+    mine.results.write_nothing_done();
+    consume_update(rank, round);
+    later(mine.done);
+  }
+}
+
+std::optional<std::string> Pipeline::take_refusal() {
+  Lock lock(mutex_);
+  if (!refusal_) return std::nullopt;
+  std::string message = *refusal_;
+  refusal_.reset();
+  refused_call_ = std::numeric_limits<std::int64_t>::max();
+  bool alike = true;
+  std::int64_t lookup_step = 0;
+  std::int64_t update_step = 0;
+  std::int64_t stages = 0;
+  for (Rank& rank : ranks_) {
+    rank.calls = 0;
+    alike = alike && rank.machine == ranks_.front().machine;
+    lookup_step = std::max(lookup_step, rank.machine.lookup().armed);
+    update_step = std::max(update_step, rank.machine.update().armed);
+    stages = std::max(stages, rank.machine.stages());
+  }
+  if (!alike) {
+    for (auto& batch : batches_) batch->holders = 0;
+    for (Rank& rank : ranks_) {
+      rank.machine.reset(lookup_step, update_step, stages);
+      rank.lookup_open = false;
+      rank.update_open = false;
+      rank.consumed_batch = -1;
+      rank.staged_batch = -1;
+    }
+    message +=
+        ". The ranks stood at different calls, so the context is back in its first-step state: a lookup that was "
+        "started and gradients that were staged are dropped";
+  }
+  return message;
+}
+
+// ---- failures ----
+
+void Pipeline::require_working() const {
+  if (failure_) throw Error(*failure_);
+}
+
+void Pipeline::fail_and_throw(Failure failure) {
+  if (!failure_) failure_ = std::move(failure);
+  fail_waiting();
+  throw Error(*failure_);
+}
+
+void Pipeline::fail(Failure failure) {
+  Lock lock(mutex_);
+  if (!failure_) failure_ = std::move(failure);
+  fail_waiting();
+}
+
+void Pipeline::fail_waiting() {
+  // Work that runs keeps its buffers until it has ended; it calls here again then.
+  for (LookupRound& round : lookups_) {
+    if (round.running) continue;
+    for (auto& rank : round.ranks) {
+      later(rank.lease);
+      later(rank.done);
+    }
+  }
+  for (UpdateRound& round : updates_) {
+    if (round.running) continue;
+    for (auto& rank : round.ranks) {
+      later(rank.lease);
+      later(rank.done);
+    }
+  }
+}
+
+void Pipeline::check_timeout(Clock::time_point now) {
+  Failure failure{FailureKind::kTimeout, ""};
+  {
+    Lock lock(mutex_);
+    if (failure_) return;
+    const auto late = [&](const Progress& round) {
+      return round.step != 0 && round.waited_for && !round.running && !round.complete &&
+             std::chrono::duration<double>(now - round.first_wait).count() > spec_.timeout_seconds;
+    };
+    const auto describe_missing = [&](comm::Channel channel, std::int64_t step, const char* call) {
+      const std::vector<int> missing = communicator_->missing(channel, step);
+      if (missing.empty() || !failure.message.empty()) return;  // the last one has just come
+      char seconds[32];
+      std::snprintf(seconds, sizeof(seconds), "%g", spec_.timeout_seconds);
+      std::string text = "async_emb '" + spec_.name + "' timed out after " + seconds + " s in " + call + " of step " +
+                         std::to_string(step) + ": missing";
+      const char* separator = " ";
+      for (int rank : missing) {
+        text += separator + std::string("rank ") + std::to_string(rank) + " (device " + std::to_string(devices_[rank]) +
+                ")";
+        separator = ", ";
+      }
+      failure.message = text + ". Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer";
+    };
+    for (const LookupRound& round : lookups_) {
+      if (late(round)) describe_missing(comm::Channel::kLookup, round.step, "lookup_start");
+    }
+    for (const UpdateRound& round : updates_) {
+      if (late(round)) describe_missing(comm::Channel::kUpdate, round.step, "update start");
+    }
+  }
+  if (!failure.message.empty()) fail(std::move(failure));
+}
+
+void Pipeline::drain() {
+  Lock lock(mutex_);
+  settled_.wait(lock, [&] { return running_ == 0; });
+}
+
+}  // namespace async_emb::context

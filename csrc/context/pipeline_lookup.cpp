@@ -1,0 +1,285 @@
+// The calls and the work of lookups.
+#include "context/pipeline.h"
+
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "context/clean_ids.h"
+
+namespace async_emb::context {
+
+float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
+  if (!same_type(ids.dtype, kInt32) && !same_type(ids.dtype, kInt64)) {
+    throw Error(FailureKind::kInvalidArgument,
+                where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but must be int32 or int64");
+  }
+  if (element_count(ids) != spec_.tokens_per_rank) {
+    throw Error(
+        FailureKind::kInvalidArgument,
+        where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but the context has " +
+            std::to_string(spec_.tokens_per_rank) +
+            " tokens on each rank: call lookup_start inside jax.shard_map, with token_ids sharded over data_axis");
+  }
+  if (rows < 0 || rows > std::numeric_limits<std::int32_t>::max()) {
+    throw Error(FailureKind::kInvalidArgument, where("lookup_start", rank) + ": the table has " + std::to_string(rows) +
+                                                   " rows, but rows are numbered by 32-bit integers");
+  }
+  std::int64_t step = 0;
+  std::int32_t* destination = nullptr;
+  const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
+  {
+    Lock lock(mutex_);
+    require_working();
+    Rank& me = ranks_[rank];
+    ++stats_.lookup_begin_calls;
+    if (refuses(me, me.machine.check_lookup_start(), "lookup_start")) return pin_of(me.machine.lookup().armed);
+    me.lookup_open = true;
+    step = me.machine.lookup_start();
+    record("lookup_begin", rank, step);
+    LookupRound& round = lookup_round(step);
+    if (round.step != step) {
+      static_cast<Progress&>(round) = Progress{.step = step, .begin_call = me.calls};
+      round.batch = take_batch();
+      batches_[round.batch]->rows = rows;
+      round.rows = rows;
+      round.ranks_left = 0;
+      for (auto& peer : round.ranks) peer = {};
+    } else if (round.rows != rows) {
+      fail_and_throw({FailureKind::kInvalidArgument, where("lookup_start", rank) + " of step " + std::to_string(step) +
+                                                         ": the table has " + std::to_string(rows) + " rows here and " +
+                                                         std::to_string(round.rows) + " on another rank"});
+    }
+    if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
+    hold(round.batch);                                  // by this rank, until another lookup is consumed
+    destination = batches_[round.batch]->ids.as<std::int32_t>() + first_position;
+  }
+  const core::IdReport cleaned = clean_ids(ids, spec_, rows, destination);
+  Lock lock(mutex_);
+  stats_.tokens += spec_.tokens_per_rank;
+  stats_.bad_ids += cleaned.bad;
+  stats_.padding_ids += cleaned.padding;
+  if (cleaned.bad > 0 && spec_.id_policy == core::IdPolicy::kError) {
+    note_bad_id(step, first_position + cleaned.first_bad_position, cleaned.first_bad_id, rows);
+  }
+  return pin_of(step);
+}
+
+void Pipeline::take_offer(int rank, LookupRound& round, const DLTensor& table) {
+  const std::string here = where("lookup_start", rank) + " of step " + std::to_string(round.step) + ": ";
+  try {
+    check_table(table, round.rows);
+  } catch (const Error& error) {
+    fail_and_throw({error.kind(), here + error.what()});
+  }
+  LookupRound::Rank& mine = round.ranks[rank];
+  if (mine.table != nullptr && mine.table != data_of(table)) {
+    fail_and_throw({FailureKind::kUnmatchedBuffers, here + "XLA has put a copy of the table between two calls"});
+  }
+  mine.table = data_of(table);
+  ranks_[rank].last_table = mine.table;
+}
+
+void Pipeline::lookup_offer(int rank, const DLTensor& table) {
+  Lock lock(mutex_);
+  require_working();
+  Rank& me = ranks_[rank];
+  LookupRound& round = lookup_round(me.machine.lookup().armed);
+  if (!me.lookup_open || round.is_void) return;
+  take_offer(rank, round, table);
+}
+
+void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completion) {
+  std::int64_t step = 0;
+  {
+    Lock lock(mutex_);
+    Rank& me = ranks_[rank];
+    step = me.machine.lookup().armed;
+    LookupRound& round = lookup_round(step);
+    if (failure_ && me.lookup_open && round.running && round.ranks[rank].lent) {
+      // The done has lent the table to work that still runs: it comes back, with the failure, when that has ended.
+      me.lookup_open = false;
+      round.ranks[rank].lease = std::move(completion);
+      return;
+    }
+    require_working();
+    ++stats_.lookup_lease_calls;
+    if (!me.lookup_open || round.step != step || round.is_void) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
+    me.lookup_open = false;
+    take_offer(rank, round, table);
+    record("lookup_lease", rank, step);
+    LookupRound::Rank& mine = round.ranks[rank];
+    if (round.complete) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
+    mine.lease = std::move(completion);
+    round.note_wait();
+    if (mine.lent) {
+      // The done has lent it. Now that the lease holds the table, the done need not wait for the peers.
+      mine.done_lends = false;
+      if (mine.ready) finish_lookup(rank, round);
+      return;
+    }
+    mine.lent = true;
+  }
+  arrive(comm::Channel::kLookup, step, rank);
+}
+
+void Pipeline::run_lookup(std::int64_t step) {
+  const int parts = work_.parts_for(work_.lookup_bytes(), executor_.limit());
+  {
+    Lock lock(mutex_);
+    LookupRound& round = lookup_round(step);
+    if (failure_ || round.is_void || round.step != step) return;  // whoever waited was answered
+    round.running = true;
+    round.ranks_left = spec_.group_size;
+    for (int rank = 0; rank < spec_.group_size; ++rank) {
+      round.ranks[rank].parts_left = parts;
+      round.tables[rank] = round.ranks[rank].table;
+    }
+    running_ += spec_.group_size * parts;
+    ++stats_.lookups;
+    stats_.bytes_moved += work_.lookup_bytes() * (spec_.group_size - 1);
+  }
+  for (int rank = 0; rank < spec_.group_size; ++rank) {
+    for (int part = 0; part < parts; ++part) {
+      executor_.submit(
+          [self = shared_from_this(), step, rank, part, parts] { self->gather_part(step, rank, part, parts); });
+    }
+  }
+}
+
+void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
+  LookupRound& round = lookup_round(step);  // stays this step's while its work runs
+  LookupRound::Rank& mine = round.ranks[rank];
+  const BatchIds* batch = nullptr;
+  {
+    Lock lock(mutex_);
+    // Straight into XLA's output where the done was called already, else into the arena.
+    if (mine.destination == nullptr) {
+      mine.destination = mine.out != nullptr ? mine.out : work_.arena().rows[rank].as<void>();
+    }
+    batch = batches_[round.batch].get();
+  }
+  guarded("lookup", [&] { work_.gather(*batch, round.tables, rank, part, parts, mine.destination); });
+
+  Lock lock(mutex_);
+  --running_;
+  if (--mine.parts_left == 0) {
+    mine.ready = true;
+    record("lookup_ready", rank, step);
+    if (mine.done && !mine.done_lends) finish_lookup(rank, round);
+    if (--round.ranks_left == 0) {
+      round.complete = true;
+      round.running = false;
+      for (int peer = 0; peer < spec_.group_size; ++peer) {
+        later(round.ranks[peer].lease);
+        if (round.ranks[peer].done) finish_lookup(peer, round);
+      }
+    }
+  }
+  if (failure_) fail_waiting();
+  if (running_ == 0) settled_.notify_all();
+}
+
+void Pipeline::finish_lookup(int rank, LookupRound& round) {
+  LookupRound::Rank& mine = round.ranks[rank];
+  if (!mine.done) return;
+  if (mine.destination != mine.out) {
+    // The done came while the work was writing to the arena. Nobody else touches either buffer.
+    std::memcpy(mine.out, mine.destination, work_.lookup_bytes());
+  }
+  stats_.exposed_wait_ns += nanoseconds_since(mine.done_called);
+  consume_lookup(rank, round);
+  later(mine.done);
+}
+
+void Pipeline::consume_lookup(int rank, LookupRound& round) {
+  Rank& me = ranks_[rank];
+  me.machine.lookup_done();
+  release(me.consumed_batch);
+  me.consumed_batch = round.batch;  // takes over the hold of lookup_begin
+}
+
+StateMachine::Refusal Pipeline::check_same_ids(int rank, float pin, const DLTensor& ids) const {
+  if ((!same_type(ids.dtype, kInt32) && !same_type(ids.dtype, kInt64)) || element_count(ids) != spec_.tokens_per_rank) {
+    throw Error(FailureKind::kInvalidArgument, where("lookup_done", rank) + ": token_ids are " + describe(ids) +
+                                                   ", but the context has " + std::to_string(spec_.tokens_per_rank) +
+                                                   " int32 or int64 tokens on each rank");
+  }
+  const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
+  const std::int32_t* armed = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t step = 0;
+  {
+    Lock lock(mutex_);
+    const StateMachine& machine = ranks_[rank].machine;
+    if (machine.check_lookup_done(pin)) return std::nullopt;  // the call says so itself
+    step = machine.lookup().armed;
+    const LookupRound& round = lookups_[step % 2];
+    armed = batches_[round.batch]->ids.as<std::int32_t>() + first_position;
+    rows = round.rows;
+  }
+  // Without the lock: the batch is this rank's until it has consumed the step.
+  const IdDifference difference = first_difference(ids, spec_, rows, armed);
+  if (difference.position < 0) return std::nullopt;
+  return "lookup_done was given token_ids of another batch: step " + std::to_string(step) + " was armed with row " +
+         std::to_string(armed[difference.position]) + " at position " +
+         std::to_string(first_position + difference.position) + ", but token_ids have " +
+         std::to_string(difference.given) +
+         " there (-1 stands for an id that reads zeros); pass the batch whose ids went to lookup_start";
+}
+
+void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion) {
+  const std::int64_t shape[] = {spec_.tokens_per_rank, spec_.emb_width};
+  require(rows, "rows", dlpack_type(spec_.dtype), shape);
+  StateMachine::Refusal other_batch;
+  if (ids != nullptr) other_batch = check_same_ids(rank, pin, *ids);
+  {
+    Lock lock(mutex_);
+    require_working();
+    ++stats_.lookup_done_calls;
+    Rank& me = ranks_[rank];
+    const std::int64_t step = me.machine.lookup().armed;
+    LookupRound& round = lookup_round(step);
+    StateMachine::Refusal refusal = me.machine.check_lookup_done(pin);
+    if (!refusal && round.ranks[rank].out != nullptr) refusal = called_twice("lookup_done", step);
+    if (!refusal) refusal = std::move(other_batch);
+    if (refuses(me, std::move(refusal), "lookup_done") || round.is_void) {
+      if (round.is_void && me.machine.lookup().pending()) consume_lookup(rank, round);
+      lock.unlock();
+      work_.fill_refused(data_of(rows));
+      completion(nullptr);
+      return;
+    }
+    record("lookup_done", rank, step);
+    LookupRound::Rank& mine = round.ranks[rank];
+    mine.out = data_of(rows);
+    if (!mine.ready) {
+      mine.done = std::move(completion);
+      mine.done_called = Clock::now();
+      round.note_wait();
+      if (mine.lent || mine.table == nullptr) return;
+      mine.lent = mine.done_lends = true;
+      lock.unlock();
+      arrive(comm::Channel::kLookup, step, rank);
+      return;
+    }
+    if (mine.destination != mine.out) {
+      lock.unlock();
+      // The arena's rows stay this step's until this rank has consumed them: the next step runs only when all have.
+      std::memcpy(mine.out, mine.destination, work_.lookup_bytes());
+      lock.lock();
+    }
+    consume_lookup(rank, round);
+  }
+  completion(nullptr);
+}
+
+}  // namespace async_emb::context

@@ -1,0 +1,356 @@
+// The calls and the work of updates.
+#include "context/pipeline.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "context/clean_ids.h"
+
+namespace async_emb::context {
+
+float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids,
+                             const DLTensor* unique_tokens, bool pending) {
+  const std::int64_t shape[] = {spec_.tokens_per_rank, spec_.emb_width};
+  require(grads, "grads", dlpack_type(spec_.dtype), shape);
+  if ((segment_ids == nullptr) != (unique_tokens == nullptr)) {
+    throw Error(FailureKind::kInvalidArgument,
+                where("stage_update", rank) + ": segment_ids and unique_tokens go together; give both or neither");
+  }
+  if (segment_ids != nullptr) {
+    const std::int64_t tokens[] = {spec_.tokens_per_rank};
+    const std::int64_t unique[] = {spec_.num_unique};
+    require(*segment_ids, "segment_ids", kInt32, tokens);
+    require(*unique_tokens, "unique_tokens", kInt32, unique);
+  }
+  if (spec_.lookup_only) {
+    throw Error(FailureKind::kInvalidArgument, where("stage_update", rank) + ": this context only looks up");
+  }
+  const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
+  std::int32_t* own_ids = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t stage = 0;
+  {
+    Lock lock(mutex_);
+    require_working();
+    ++stats_.stage_calls;
+    Rank& me = ranks_[rank];
+    if (refuses(me, me.machine.check_stage(), "stage_update")) return pin_of(me.machine.stages());
+    stage = me.machine.stage();
+    record("stage_update", rank, me.machine.lookup().consumed);
+    rows = lookup_round(me.machine.lookup().consumed).rows;
+    me.staged_pending = pending;
+    if (segment_ids == nullptr) {
+      me.staged_batch = me.consumed_batch;
+    } else {
+      Override& given = overrides_[stage % 2];
+      if (given.stage != stage) {
+        given = {stage, take_batch()};
+        batches_[given.batch]->rows = rows;
+      }
+      me.staged_batch = given.batch;
+      own_ids = batches_[given.batch]->ids.as<std::int32_t>() + first_position;
+    }
+    hold(me.staged_batch);
+  }
+  const std::int64_t bytes = work_.lookup_bytes();
+  std::memcpy(work_.arena().grads.as<char>() + spec_.token_blocks[rank] * bytes, data_of(grads), bytes);
+  if (own_ids != nullptr) {
+    const core::IdReport cleaned = ids_of_segments(*segment_ids, *unique_tokens, spec_, rows, own_ids);
+    Lock lock(mutex_);
+    stats_.bad_ids += cleaned.bad;
+    if (cleaned.bad > 0 && spec_.id_policy == core::IdPolicy::kError) {
+      note_bad_id(ranks_[rank].machine.lookup().consumed, first_position + cleaned.first_bad_position,
+                  cleaned.first_bad_id, rows);
+    }
+  }
+  return pin_of(stage);
+}
+
+float Pipeline::update_begin(int rank, const UpdateRule& rule) {
+  Lock lock(mutex_);
+  require_working();
+  ++stats_.update_begin_calls;
+  Rank& me = ranks_[rank];
+  if (refuses(me, me.machine.check_update_start(), "update start")) return pin_of(me.machine.update().armed);
+  me.update_open = true;
+  const bool staged = me.machine.update_start();
+  const std::int64_t step = me.machine.update().armed;
+  record("update_begin", rank, step);
+  UpdateRound& round = update_round(step);
+  if (round.step != step) {
+    static_cast<Progress&>(round) = Progress{.step = step, .begin_call = me.calls};
+    round.batch = staged ? me.staged_batch : -1;
+    round.pending = true;
+    round.rule = rule;
+    round.norm = 0;
+    round.applied = false;
+    for (auto& peer : round.ranks) peer = {};
+  }
+  round.pending = round.pending && me.staged_pending;
+  if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
+  return pin_of(step);
+}
+
+void Pipeline::take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
+                          const DLTensor* last_step) {
+  const std::string here = where("update start", rank) + " of step " + std::to_string(round.step) + ": ";
+  const std::int64_t rows = table.ndim == 2 ? table.shape[0] : -1;
+  try {
+    check_table(table, rows);
+    const std::int64_t per_row[] = {rows};
+    require(row_state, "row_state", kFloat32, per_row);
+    if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
+  } catch (const Error& error) {
+    fail_and_throw({error.kind(), here + error.what()});
+  }
+  if (round.rule.lazy != (last_step != nullptr)) {
+    fail_and_throw({FailureKind::kInvalidArgument,
+                    here + (round.rule.lazy ? "the lazy rule needs last_step" : "only the lazy rule takes last_step")});
+  }
+  if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
+    fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
+                                                       " rows, but the staged gradients are for one with at "
+                                                       "least " +
+                                                       std::to_string(batches_[round.batch]->rows) +
+                                                       ": update the table that was looked up"});
+  }
+  const void* const last_table = ranks_[rank].last_table;
+  if (round.batch >= 0 && last_table != nullptr && data_of(table) != last_table) {
+    fail_and_throw({FailureKind::kUnmatchedBuffers,
+                    here +
+                        "lookup and update see different table buffers, so XLA has put a copy between them. Thread "
+                        "the table through every call (use the table that lookup_start returns) and donate it to the "
+                        "jitted step (jax.jit(step, donate_argnums=...))"});
+  }
+  UpdateRound::Rank& mine = round.ranks[rank];
+  mine.table = data_of(table);
+  mine.row_state = static_cast<float*>(data_of(row_state));
+  mine.last_step = last_step != nullptr ? static_cast<std::int32_t*>(data_of(*last_step)) : nullptr;
+  round.rows = rows;
+}
+
+void Pipeline::update_offer(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step) {
+  Lock lock(mutex_);
+  require_working();
+  Rank& me = ranks_[rank];
+  UpdateRound& round = update_round(me.machine.update().armed);
+  if (!me.update_open || round.is_void) return;
+  take_offer(rank, round, table, row_state, last_step);
+}
+
+void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step,
+                            Completion completion) {
+  std::int64_t step = 0;
+  {
+    Lock lock(mutex_);
+    Rank& me = ranks_[rank];
+    step = me.machine.update().armed;
+    UpdateRound& round = update_round(step);
+    if (failure_ && me.update_open && round.running && round.ranks[rank].lent && !round.ranks[rank].ready) {
+      me.update_open = false;
+      round.ranks[rank].lease = std::move(completion);
+      return;
+    }
+    require_working();
+    ++stats_.update_lease_calls;
+    if (!me.update_open || round.step != step || round.is_void) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
+    me.update_open = false;
+    UpdateRound::Rank& mine = round.ranks[rank];
+    if (mine.lent && !(mine.table == data_of(table) && mine.row_state == data_of(row_state))) {
+      fail_and_throw({FailureKind::kUnmatchedBuffers, where("update start", rank) + " of step " + std::to_string(step) +
+                                                          ": XLA has put a copy of the table between two calls"});
+    }
+    record("update_lease", rank, step);
+    if (mine.ready) {
+      lock.unlock();
+      completion(nullptr);
+      return;
+    }
+    if (!mine.lent) take_offer(rank, round, table, row_state, last_step);
+    mine.lease = std::move(completion);
+    round.note_wait();
+    if (std::exchange(mine.lent, true)) return;  // by the done, which completes no earlier than the lease
+  }
+  arrive(comm::Channel::kUpdate, step, rank);
+}
+
+void Pipeline::run_update(std::int64_t step) {
+  bool nothing_staged = false;
+  {
+    Lock lock(mutex_);
+    UpdateRound& round = update_round(step);
+    if (failure_ || round.is_void || round.step != step) return;
+    round.running = true;
+    round.ranks_left = spec_.group_size;
+    ++running_;  // one chain of jobs; its last one takes this back
+    nothing_staged = round.batch < 0;
+  }
+  executor_.submit([self = shared_from_this(), step, nothing_staged] {
+    self->guarded("update", [&] {
+      if (nothing_staged) {
+        for (int rank = 0; rank < self->spec_.group_size; ++rank) self->finish_update(step, rank);
+      } else {
+        self->index_then_sum(step);
+      }
+    });
+  });
+}
+
+void Pipeline::index_then_sum(std::int64_t step) {
+  BatchIds* batch = nullptr;
+  {
+    Lock lock(mutex_);
+    batch = batches_[update_round(step).batch].get();
+  }
+  if (!batch->indexed) work_.index(*batch);
+  const std::int64_t limit = std::min(spec_.num_unique, spec_.tokens());
+  if (batch->unique_count > limit) {
+    Lock lock(mutex_);
+    if (!id_problem_) {
+      id_problem_ = IdProblem{
+          .step = step, .rows = update_round(step).rows, .too_many_unique = true, .unique = batch->unique_count};
+    }
+    batch->unique_count = limit;  // as with dropped ids: the largest ones train nothing this time
+    batch->indexed = false;       // counted again, and reported again, where the batch is staged once more
+  }
+  std::int64_t bytes = 0;
+  for (int rank = 0; rank < spec_.group_size; ++rank) bytes = std::max(bytes, work_.sum_bytes(rank));
+  const int parts = work_.parts_for(bytes, executor_.limit());
+  parallel(
+      spec_.group_size * parts, [this, batch, parts](int job) { work_.sum(*batch, job / parts, job % parts, parts); },
+      [this, step] { decide(step); });
+}
+
+void Pipeline::decide(std::int64_t step) {
+  const BatchIds* batch = nullptr;
+  {
+    Lock lock(mutex_);
+    batch = batches_[update_round(step).batch].get();
+  }
+  const float norm = work_.finish_norm(*batch);
+  bool applies = false;
+  {
+    Lock lock(mutex_);
+    UpdateRound& round = update_round(step);
+    stats_.trained_tokens += batch->offsets.as<std::int32_t>()[batch->unique_count];
+    stats_.unique_tokens += batch->unique_count;
+    stats_.bytes_moved += work_.lookup_bytes() * (spec_.group_size - 1);
+    round.norm = norm;
+    // The last point at which a failure still leaves every byte as it was.
+    applies = std::isfinite(norm) && round.pending && !failure_;
+    round.applied = applies;
+    (applies ? stats_.updates : stats_.skipped_updates) += 1;
+  }
+  if (applies) {
+    apply(step);
+  } else {
+    for (int rank = 0; rank < spec_.group_size; ++rank) finish_update(step, rank);
+  }
+}
+
+void Pipeline::apply(std::int64_t step) {
+  std::int64_t bytes = 0;
+  for (int rank = 0; rank < spec_.group_size; ++rank) bytes = std::max(bytes, work_.sum_bytes(rank));
+  const int parts = work_.parts_for(bytes, executor_.limit());
+  UpdateRound& round = update_round(step);  // stays this step's while its work runs
+  const BatchIds* batch = nullptr;
+  {
+    Lock lock(mutex_);
+    batch = batches_[round.batch].get();
+    for (auto& rank : round.ranks) rank.parts_left = parts;
+  }
+  parallel(
+      spec_.group_size * parts,
+      [this, step, batch, parts, &round](int job) {
+        const int rank = job / parts;
+        const std::int64_t saturated =
+            work_.apply(*batch, round.rule, round.norm, round.ranks[rank], rank, job % parts, parts);
+        bool last = false;
+        {
+          Lock lock(mutex_);
+          stats_.saturated += saturated;
+          last = --round.ranks[rank].parts_left == 0;
+        }
+        if (last) finish_update(step, rank);
+      },
+      [] {});
+}
+
+void Pipeline::write_results(const UpdateRound& round, const UpdateRound::Rank& rank) const {
+  *rank.results.norm = round.norm;
+  *rank.results.valid = round.applied ? 1 : 0;
+  *rank.results.pending = round.batch >= 0 ? 1 : 0;
+}
+
+void Pipeline::finish_update(std::int64_t step, int rank) {
+  Lock lock(mutex_);
+  UpdateRound& round = update_round(step);
+  UpdateRound::Rank& mine = round.ranks[rank];
+  mine.ready = true;
+  record("update_ready", rank, step);
+  later(mine.lease);
+  if (mine.done) {
+    write_results(round, mine);
+    stats_.exposed_wait_ns += nanoseconds_since(mine.done_called);
+    consume_update(rank, round);
+    later(mine.done);
+  }
+  if (--round.ranks_left == 0) {
+    round.complete = true;
+    round.running = false;
+    --running_;
+    if (failure_) fail_waiting();
+    if (running_ == 0) settled_.notify_all();
+  }
+}
+
+void Pipeline::consume_update(int rank, UpdateRound& round) {
+  ranks_[rank].machine.update_done();
+  if (round.batch >= 0) release(ranks_[rank].staged_batch);
+}
+
+float Pipeline::update_done(int rank, UpdateResults results, Completion completion) {
+  std::int64_t step = 0;
+  {
+    Lock lock(mutex_);
+    require_working();
+    ++stats_.update_done_calls;
+    Rank& me = ranks_[rank];
+    step = me.machine.update().armed;
+    UpdateRound& round = update_round(step);
+    StateMachine::Refusal refusal = me.machine.check_update_done();
+    if (!refusal && round.ranks[rank].results.norm != nullptr) refusal = called_twice("update_done", step);
+    if (refuses(me, std::move(refusal), "update_done") || round.is_void) {
+      if (round.is_void && me.machine.update().pending()) consume_update(rank, round);
+      results.write_nothing_done();
+      lock.unlock();
+      completion(nullptr);
+      return pin_of(step);
+    }
+    record("update_done", rank, step);
+    UpdateRound::Rank& mine = round.ranks[rank];
+    mine.results = results;
+    if (!mine.ready) {
+      mine.done = std::move(completion);
+      mine.done_called = Clock::now();
+      round.note_wait();
+      if (mine.lent || mine.table == nullptr) return pin_of(step);
+      mine.lent = true;
+      lock.unlock();
+      arrive(comm::Channel::kUpdate, step, rank);
+      return pin_of(step);
+    }
+    write_results(round, mine);
+    consume_update(rank, round);
+  }
+  completion(nullptr);
+  return pin_of(step);
+}
+
+}  // namespace async_emb::context
