@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
+
+#include "core/adagrad.h"
 
 namespace async_emb::context {
 namespace {
@@ -114,7 +115,7 @@ float ColumnSharded::finish_norm(const BatchIds& batch) const {
   job.end = batch.unique_count;
   job.statistics = arena_.statistics.as<float>();
   kernels_.row_statistic(job);
-  return std::sqrt(kernels_.dyadic_sum(job.statistics, batch.unique_count));
+  return core::gradient_norm(kernels_.dyadic_sum(job.statistics, batch.unique_count));
 }
 
 std::int64_t ColumnSharded::apply(const BatchIds& batch, const UpdateRule& rule, float norm,
@@ -139,7 +140,7 @@ std::int64_t ColumnSharded::apply(const BatchIds& batch, const UpdateRule& rule,
   job.decay = rule.decay;
   job.weight_decay = rule.weight_decay;
   job.step = rule.step;
-  job.clip = rule.clips ? std::min(1.0f, rule.max_grad_norm / norm) : 1.0f;
+  job.clip = rule.clips ? core::clip_factor(rule.max_grad_norm, norm) : 1.0f;
   job.stochastic_rounding = rule.stochastic_rounding;
   job.seed = rule.seed;
   job.rounding_step = rule.rounding_step;

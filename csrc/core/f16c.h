@@ -3,9 +3,9 @@
 //
 // Widening keeps the bits of every number. A NaN may come out quiet where dtype.h would leave it signalling; no such
 // NaN is ever stored, because arithmetic comes in between and what it makes is stored as the canonical one.
+//
+// The file that asks for it (ASYNC_EMB_F16C) has included the compiler's intrinsics: core itself includes no device's.
 #pragma once
-
-#include <immintrin.h>
 
 #include "core/pack.h"
 #include "core/platform.h"

@@ -9,9 +9,6 @@
 #include <cstring>
 
 #include "core/platform.h"
-#if defined(__x86_64__) && !defined(__CUDACC__)
-#include <immintrin.h>
-#endif
 
 namespace async_emb::core {
 inline namespace ASYNC_EMB_ISA {
