@@ -1,5 +1,5 @@
-// The Python module: opens and closes contexts, reads their counters, and hands out the FFI handlers. No call here waits for a
-// step with the Python lock held.
+// The Python module: opens and closes contexts, reads their counters, and hands out the FFI handlers. No call here
+// waits for a step with the Python lock held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
