@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .errors import AsyncEmbError
+from .errors import AsyncEmbError, ContextError
 from .runtime import native
 
 Axes = tuple[Any, ...]
@@ -109,6 +109,22 @@ def _refuse_batching(args: Any, dims: Any, *, operation: str) -> Any:
     raise _refused(operation, "vmap", "mapped with jax.vmap")
 
 
+def _require_one_shard(context: mlir.LoweringRuleContext, *operands: Any, operation: str) -> Any:
+    # Inside of shard_map this is another kind of context, which counts no devices.
+    devices = getattr(context.module_context.axis_context, "num_devices", 1)
+    if devices > 1:
+        error = ContextError(
+            f"async_emb {operation} was called outside of jax.shard_map in a program for {devices} devices: XLA would "
+            "gather sharded operands and hand the whole arrays to every device"
+        )
+        error.add_note(
+            "Call it inside jax.shard_map over the handle's mesh, or call its form for global arrays, in "
+            "jax_bridge.global_ops."
+        )
+        raise error
+    return operands
+
+
 # An identity in the program, gone when it is lowered.
 _refuse_p = Primitive("async_emb_operands")
 _refuse_p.multiple_results = True
@@ -116,7 +132,7 @@ _refuse_p.def_impl(lambda *args, operation: list(args))
 _refuse_p.def_abstract_eval(lambda *avals, operation: list(avals))
 ad.primitive_jvps[_refuse_p] = _refuse_jvp
 batching.primitive_batchers[_refuse_p] = _refuse_batching
-mlir.register_lowering(_refuse_p, lambda context, *operands, operation: list(operands))
+mlir.register_lowering(_refuse_p, _require_one_shard, cacheable=False)
 
 
 def shape_of(x: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:

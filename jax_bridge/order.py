@@ -7,12 +7,15 @@ array wait for a pin. It is an identity on an aliased buffer: no copy, no change
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
+from .errors import ContextError
 from .ffi import as_varying, call, shape_of, varies
 
 Tree = TypeVar("Tree")
@@ -52,13 +55,25 @@ def _depend_leaf_jvp(primals: Any, tangents: Any) -> Any:
     return _depend_leaf(*primals), tangents[0]
 
 
-def mark(x: Any, label: str) -> Any:
-    """``x``, and an event ``label`` in the recorded timeline when ``x`` has been computed. For looking at overlap.
+def mark(x: Any, label: str, *, mesh: Mesh | None = None, spec: PartitionSpec | None = None) -> Any:
+    """``x``, and an event ``label`` in the recorded timeline, on each device, when ``x`` has been computed there.
+
+    Differentiable: the gradient passes unchanged, and without an event of its own.
 
     Args:
-        x: an array of any shape and dtype. Not differentiable.
+        x: an array of any shape and dtype: a shard inside of ``jax.shard_map``, a global array with ``mesh``.
         label: the event's name.
+        mesh, spec: how a global array lies on its mesh. Give both, or neither.
     """
+    if (mesh is None) != (spec is None):
+        raise ContextError("async_emb mark: mesh and spec go together; give both or neither")
+    if mesh is None:
+        return _mark(x, label)
+    return jax.shard_map(lambda x: _mark(x, label), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _mark(x: Any, label: str) -> Any:
     before = varies(x)
     (out,) = call(
         "async_emb_mark",
@@ -71,3 +86,8 @@ def mark(x: Any, label: str) -> Any:
         attrs={"label": label},
     )
     return as_varying(out, tuple(before))
+
+
+@_mark.defjvp
+def _mark_jvp(label: str, primals: Any, tangents: Any) -> Any:
+    return _mark(*primals, label), tangents[0]

@@ -110,10 +110,8 @@ def specs_of(handle: AsyncEmbContextHandle) -> tuple[Arrays, Batch, Any, Any]:
     return Arrays(P(None, handle.table_axis), P()), Batch(tokens, P(handle.data_axis, None)), tokens, (P(),) * 3
 
 
-def exact_step(
-    handle: AsyncEmbContextHandle, *, donate: bool = True, check_vma: bool = True, hook: Hook = _pass
-) -> Any:
-    """Staleness 0: (arrays, batch, gate) -> (arrays, rows, (norm, valid, pending)).
+def exact_body(handle: AsyncEmbContextHandle, hook: Hook = _pass) -> Any:
+    """Staleness 0, on a shard: (arrays, batch, gate) -> (arrays, rows, (norm, valid, pending)).
 
     `hook` gets and gives a pin at the points "lookup" and "update", between a start and its done, and "stage".
     """
@@ -125,8 +123,16 @@ def exact_step(
         arrays, results, _ = update(Arrays(table, arrays.row_state), hook("stage", pin), handle, hook)
         return arrays, rows, results
 
+    return step
+
+
+def exact_step(
+    handle: AsyncEmbContextHandle, *, donate: bool = True, check_vma: bool = True, hook: Hook = _pass
+) -> Any:
+    """`exact_body`, jitted on the mesh."""
     arrays, batch, gate, results = specs_of(handle)
-    return _jit(handle, step, (arrays, batch, gate), (arrays, batch.grads, results), donate=donate, check_vma=check_vma)
+    body = exact_body(handle, hook)
+    return _jit(handle, body, (arrays, batch, gate), (arrays, batch.grads, results), donate=donate, check_vma=check_vma)
 
 
 def stale_steps(

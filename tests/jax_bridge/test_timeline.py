@@ -28,8 +28,7 @@ def marking(mesh: Any) -> two.LossFunction:
     """The loss, with an event where its forward begins and ends on a device, and where its backward does."""
 
     def event(x: Any, label: str) -> Any:
-        spec = P(mesh.axis_names)
-        return jax.shard_map(lambda x: order.mark(x, label), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+        return order.mark(x, label, mesh=mesh, spec=P(mesh.axis_names))
 
     def marked(place: str) -> Callable[[Any], Any]:
         @jax.custom_vjp
