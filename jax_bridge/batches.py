@@ -61,6 +61,12 @@ def place(tables: Tables, ids: Ids) -> Ids:
     return placed
 
 
+def idle_ids(tables: Tables, like: Ids) -> Ids:
+    """What to look up where no batch was announced, placed: ids that count as nothing special, shaped as ``like``."""
+    rows = {name: int(table.padding_id == 0 and table.rows > 1) for name, table in tables.items()}
+    return place(tables, {name: np.full(x.shape, rows[name], x.dtype) for name, x in like.items()})
+
+
 def sizes_of(ids: Ids) -> tuple[int, ...]:
     """Tokens by table, in the order of the tables' names."""
     return tuple(int(ids[name].size) for name in sorted(ids))

@@ -158,7 +158,8 @@ class AsyncEmbedding:
         placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
         runtime.open_context(handle)  # it may have been closed since the program was traced
         rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
-        return jnp.asarray(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+        # On the host, where a new shape compiles nothing.
+        return jax.device_put(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
 
     def prepare_ids(self, token_ids: Any) -> Any:
         """Token ids as the native calls take them: int32 (int64 stays with x64), NumPy or jax.

@@ -76,10 +76,12 @@ class RowwiseAdagrad:
             _require_number("half_life", self.half_life, above=0.0)
         if self.max_grad_norm is not None:
             _require_number("max_grad_norm", self.max_grad_norm, above=0.0)
+        if not isinstance(self.lazy, bool):
+            raise ContextError(f"async_emb RowwiseAdagrad lazy={self.lazy!r} must be True or False")
         if self.rounding not in ("nearest", "stochastic"):
-            raise ContextError(f"async_emb rounding={self.rounding!r} must be 'nearest' or 'stochastic'")
+            raise ContextError(f"async_emb RowwiseAdagrad rounding={self.rounding!r} must be 'nearest' or 'stochastic'")
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 2**32:
-            raise ContextError(f"async_emb seed={self.seed!r} must be an integer in [0, 2^32)")
+            raise ContextError(f"async_emb RowwiseAdagrad seed={self.seed!r} must be an integer in [0, 2^32)")
 
     def init(self, rows: int) -> dict[str, Any]:
         state: dict[str, Any] = {"accumulator": np.full(rows, self.initial_accumulator, np.float32)}

@@ -49,7 +49,7 @@ def train_step(
             misses none.
         microbatches: go over a batch in this many pieces, with one lookup and one update. The loss is the mean of the
             pieces' losses.
-        has_aux: ``loss_fn`` returns (loss, aux); aux is in the metrics.
+        has_aux: ``loss_fn`` returns (loss, aux); aux is in the metrics, of microbatches stacked.
         sync_errors: wait for every step and check it, instead of raising at the next call.
         donate: take the state's buffers. False (staleness 0 only) leaves the old state usable, for a copy of each table
             a step.
@@ -98,6 +98,7 @@ class TrainStep:
         self._donate = donate
         self._programs: dict[tuple[int, ...], Compiled] = {}
         self._current: Compiled | None = None
+        self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
         self._owned: set[int] = set()  # contexts that were begun here
         self._in_flight: collections.deque[Any] = collections.deque()  # losses of steps that may still run
         # With staleness 1, what is under way between two calls:
@@ -137,14 +138,14 @@ class TrainStep:
         """
         self.check()
         ids = self._ids(batch)
-        placed = self._place(ids)
+        placed = batches.place(self.tables, ids)
         compiled = self._compiled(batches.sizes_of(ids))
         if self.staleness == 0:
             self._use(compiled)
             state, metrics = compiled.step(state, batch, placed)
         else:
             next_ids = None if upcoming is None else self._ids(upcoming)
-            next_placed = placed if next_ids is None else self._place(next_ids)
+            next_placed = self._idle_ids(placed) if next_ids is None else batches.place(self.tables, next_ids)
             batches.require_same_sizes(self.tables, compiled.sizes, batches.sizes_of(next_placed))
             self._require_last(state)
             batches.require_announced(self.tables, self._armed or {}, ids, state.step)
@@ -173,7 +174,7 @@ class TrainStep:
             jax.block_until_ready(reports)
             for handle in self._current.program.handles.values():
                 runtime.native().return_to_first_step(handle.context_id)
-            self._forget()
+            self._give_up()
         jax.block_until_ready(state)
         self._check_and_hand_over(state)
         return state
@@ -183,8 +184,7 @@ class TrainStep:
 
         Raises:
             PipelineError: a call was refused, and so was everything after it; tables and parameters are as before.
-                Gradients that were staged are kept where every rank still had them, a lookup that was armed is dropped:
-                go on from the last state with any batch.
+                Staged gradients are kept where every rank still had them: go on from the last state with any batch.
             IdError: ids outside of a table, which were dropped.
         """
         count = len(self._in_flight)
@@ -218,8 +218,7 @@ class TrainStep:
             for table in self.tables.values():
                 table.close()
             self._owned.clear()
-            self._in_flight.clear()
-            self._forget()
+            self._give_up()
 
     def __enter__(self) -> TrainStep:
         return self
@@ -261,7 +260,7 @@ class TrainStep:
             self._last = state.pins
             if snapshot["armed"] is not None:
                 ids = {name: as_int32(np.array(x)) for name, x in snapshot["armed"].items()}
-                state = self._arm(state, self._place(ids), compiled)
+                state = self._arm(state, batches.place(self.tables, ids), compiled)
                 self._armed, self._unwanted = ids, False
                 jax.block_until_ready(state)
                 with contextlib.suppress(IdError):  # raised before the snapshot was taken
@@ -341,11 +340,9 @@ class TrainStep:
             runtime.open_context(handle)
 
     def _restart(self) -> None:
-        """Gives up what is under way."""
         with contextlib.suppress(Exception):
             self._wait(every=True)
-        self._in_flight.clear()
-        self._forget()
+        self._give_up()
         for compiled in self._programs.values():
             for handle in compiled.program.handles.values():
                 if handle.context_id in self._owned and runtime.is_open(handle):
@@ -361,7 +358,8 @@ class TrainStep:
         snapshots.restore_staged(handles, staged)
         self._armed, self._unwanted = None, False
 
-    def _forget(self) -> None:
+    def _give_up(self) -> None:
+        self._in_flight.clear()
         self._last, self._armed, self._unwanted = None, None, False
 
     # ---- ids and lookups ----
@@ -369,8 +367,11 @@ class TrainStep:
     def _ids(self, batch: Any) -> batches.Ids:
         return batches.checked_ids(self.tables, self._ids_of(batch))
 
-    def _place(self, ids: batches.Ids) -> batches.Ids:
-        return batches.place(self.tables, ids)
+    def _idle_ids(self, like: batches.Ids) -> batches.Ids:
+        shapes = tuple(like[name].shape for name in sorted(like))
+        if shapes not in self._idle:
+            self._idle[shapes] = batches.idle_ids(self.tables, like)
+        return self._idle[shapes]
 
     def _looks_up(self) -> bool:
         return self._armed is not None or self._unwanted
