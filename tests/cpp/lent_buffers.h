@@ -33,6 +33,10 @@ namespace async_emb::context {
 // What one completion was told. It must come exactly once, and never where the call threw.
 class Answer {
  public:
+  Answer() = default;
+  Answer(const Answer&) = default;  // and no moves, after which an answer could not be asked
+  Answer& operator=(const Answer&) = default;
+
   Completion completion() {
     return [state = state_](const Failure* failure) {
       std::lock_guard lock(state->mutex);

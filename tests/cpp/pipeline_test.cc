@@ -66,7 +66,7 @@ TEST(Pipeline, AppliesTheLazyRuleAndClips) {
 }
 
 TEST(Pipeline, CutsBigBatchesWithoutChangingABit) {
-  ContextSpec spec = small_spec(2, 700, 256);
+  ContextSpec spec = small_spec(2, 350, 512);
   spec.id_policy = core::IdPolicy::kDrop;
   Setting setting(spec, 5, 8);  // 8 threads for 2 ranks: several parts each
   setting.run(staleness_one(2));

@@ -63,6 +63,11 @@ class RankCalls {
         shard_(shard),
         rows_(rows),
         random_(seed * 1000 + static_cast<unsigned>(rank)) {}
+  RankCalls(const RankCalls&) = default;
+  // No buffer goes before its lease has ended, also where a program ends early.
+  ~RankCalls() {
+    if (lease_) lease_->wait();
+  }
 
   void lend(Lending lending) { lending_ = lending; }
   // From here on calls come after random pauses, and leases before, during or after the dones.
