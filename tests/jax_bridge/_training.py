@@ -18,6 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jax_bridge import AsyncEmbedding, RowwiseAdagrad, TrainStep, reference, train_step, with_next
+from jax_bridge.runtime import native
 
 from ._programs import assert_same_bits, mesh_of
 
@@ -183,6 +184,12 @@ class Rehearsal:
             assert_same_bits(table["accumulator"], simulation.row_state, f"{name} accumulator")
             if simulation.last_step is not None:
                 assert_same_bits(table["last_step"], simulation.last_step, f"{name} last_step")
+
+
+def close_everything() -> None:
+    """For tests that count open contexts: others may have left some."""
+    for context_id in native().open_contexts():
+        native().close_context(context_id)
 
 
 @contextlib.contextmanager

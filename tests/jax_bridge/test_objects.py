@@ -25,9 +25,9 @@ def make_table(mesh: Any, **options: Any) -> AsyncEmbedding:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_open():
+    training.close_everything()
     yield
-    for context_id in native().open_contexts():
-        native().close_context(context_id)
+    training.close_everything()
 
 
 # ---- evaluation ----
@@ -109,9 +109,8 @@ def test_evaluation_goes_on_after_close():
 # ---- layouts do not show ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fresh_table_has_the_same_bits_on_any_number_of_ranks(dtype):
-    tables = [make_table(mesh_of(ranks), dtype=dtype) for ranks in (1, 3, 4)]
+def test_a_fresh_table_has_the_same_bits_on_any_number_of_ranks():
+    tables = [make_table(mesh_of(ranks), dtype=jnp.bfloat16) for ranks in (1, 3, 4)]
     first, *others = (table.to_arrays(table.init(jax.random.key(7))) for table in tables)
     assert first[0].shape == (13, 10)
     assert 0.03 < first[0].astype(np.float32).std() < 0.07

@@ -286,6 +286,7 @@ SMALL = {"items": (8, 3), "users": (8,)}
 
 
 def test_batches_of_two_sizes_share_tables_with_a_flush_between_them():
+    training.close_everything()
     rng = np.random.default_rng(8)
     parts = [[training.make_batch(rng, shapes) for _ in range(2)] for shapes in (SMALL, training.IDS_SHAPE) * 2]
     with training.shared_step(2, 1) as step:
