@@ -59,8 +59,8 @@ def call(
         target: name of the handler.
         operation: the public function that the user has called, for messages.
         operands: arrays; their types become varying over ``axes``.
-        results: shapes and dtypes. They vary over ``axes``, and over what the operands vary over, except
-            ``replicated``.
+        results: shapes and dtypes. One that aliases an operand varies over what that operand varies over, and over
+            ``axes``; the others over what any operand varies over; ``replicated`` ones over nothing.
         axes: the table axes.
         replicated: indices of results that are the same on every shard.
         aliases: operand index to result index, for what works in place.
@@ -69,12 +69,14 @@ def call(
     """
     native()  # registers the handlers
     operands = refuse_transformations(operation, [as_varying(x, axes) for x in operands])
+    # A data axis of size 1 that is no table axis makes ids vary, but must not make the table vary.
+    of_result = {result: varies(operands[operand]) for operand, result in (aliases or {}).items()}
     common: frozenset[Any] = frozenset().union(*(varies(x) for x in operands))
     operands = [as_varying(x, tuple(common)) for x in operands]
     out = jax.ffi.ffi_call(
         target, list(results), has_side_effect=side_effect, input_output_aliases=dict(aliases) if aliases else None
     )(*operands, **(attrs or {}))
-    return tuple(x if i in replicated else as_varying(x, tuple(common)) for i, x in enumerate(out))
+    return tuple(x if i in replicated else as_varying(x, tuple(of_result.get(i, common))) for i, x in enumerate(out))
 
 
 _SUPPORTED_ROUTE = {
