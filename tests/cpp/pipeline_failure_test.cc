@@ -118,7 +118,9 @@ TEST(PipelineFailure, TellsPeersOfARuleAndBuffersThatDoNotGoTogether) {
   const std::string message = failure_of_both(setting, true, [&](RankCalls& rank) {
     UpdateRule lazy = plain_rule();
     lazy.lazy = true;
-    rank.update_start(lazy);  // lends last_step to the rule of rank 0, or takes rank 0's lease without one
+    // Either brings last_step to the rule of rank 0, or its rule finds rank 0 without one.
+    rank.update_start(lazy);
+    rank.update_done();
   });
   EXPECT_NE(message.find("the lazy rule"), std::string::npos) << message;
 }
