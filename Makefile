@@ -21,7 +21,7 @@ TEST_ARGS ?=
 NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
 
-.PHONY: help build test lint format native-test native-test-asan native-test-tsan train clean
+.PHONY: help build test asan-test lint format native-test native-test-asan native-test-tsan train clean
 
 help: ## Show the targets
 	@sed -n -E 's/^([a-z.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
@@ -53,6 +53,9 @@ $(VENV)/.movielens: $(VENV)/.ready
 
 test: build $(VENV)/.movielens ## Run the Python tests
 	$(RUN) -m pytest -q $(TEST_ARGS)
+
+asan-test: build ## Run the tests of failing steps on a module built with the address sanitizer
+	PYTHON=$(RUN) tests/asan.sh $(TEST_ARGS)
 
 lint: build ## Check style and types of Python, style of C++
 	$(RUN) -m ruff check $(wildcard $(PYTHON_DIRS))

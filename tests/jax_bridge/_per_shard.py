@@ -20,7 +20,7 @@ from jax_bridge.context import AsyncEmbContextHandle
 
 from . import _programs as programs
 
-ROWS, WIDTH, TOKENS = 61, 8, 16
+ROWS, WIDTH, TOKENS = 61, 8, 16  # unless a test says otherwise
 RULE = programs.Rule(learning_rate=0.1, eps=1e-8, state_decay=0.9)
 _NUMBERS = {"learning_rate": RULE.learning_rate, "eps": RULE.eps, "decay_factor": RULE.state_decay}
 
@@ -41,20 +41,24 @@ class Batch(NamedTuple):
     grads: Any
 
 
-def make_handle(ranks: int | Mesh, name: str = "table", **options: Any) -> AsyncEmbContextHandle:
+def make_handle(
+    ranks: int | Mesh, name: str = "table", *, tokens: int = TOKENS, width: int = WIDTH, **options: Any
+) -> AsyncEmbContextHandle:
     mesh = programs.mesh_of(ranks) if isinstance(ranks, int) else ranks
-    return programs.handle_on(mesh, tokens=TOKENS, width=WIDTH, name=name, **options)
+    return programs.handle_on(mesh, tokens=tokens, width=width, name=name, **options)
 
 
-def make_start(seed: int = 3) -> Arrays:
+def make_start(seed: int = 3, *, rows: int = ROWS, width: int = WIDTH) -> Arrays:
     rng = np.random.default_rng(seed)
-    return Arrays(rng.normal(size=(ROWS, WIDTH)).astype(np.float32), rng.uniform(size=ROWS).astype(np.float32))
+    return Arrays(rng.normal(size=(rows, width)).astype(np.float32), rng.uniform(size=rows).astype(np.float32))
 
 
-def make_batches(count: int, seed: int = 4) -> list[Batch]:
+def make_batches(
+    count: int, seed: int = 4, *, rows: int = ROWS, width: int = WIDTH, tokens: int = TOKENS
+) -> list[Batch]:
     rng = np.random.default_rng(seed)
     return [
-        Batch(rng.integers(0, ROWS, TOKENS).astype(np.int32), rng.normal(size=(TOKENS, WIDTH)).astype(np.float32))
+        Batch(rng.integers(0, rows, tokens).astype(np.int32), rng.normal(size=(tokens, width)).astype(np.float32))
         for _ in range(count)
     ]
 
@@ -183,7 +187,7 @@ def global_exact_step(
 
 
 def oracle(start: Arrays, batches: Sequence[Batch], staleness: int = 0) -> programs.Run:
-    begin = programs.Start(*start, np.zeros(ROWS, np.int32))
+    begin = programs.Start(*start, np.zeros(len(start.table), np.int32))
     return programs.expected(begin, [programs.Batch(*batch) for batch in batches], RULE, staleness=staleness)
 
 
@@ -218,7 +222,7 @@ def _as_run(arrays: Arrays, rows: list[Any], results: list[Any]) -> programs.Run
     return programs.Run(
         np.asarray(arrays.table),
         np.asarray(arrays.row_state),
-        np.zeros(ROWS, np.int32),
+        np.zeros(len(arrays.table), np.int32),
         np.stack([np.asarray(x) for x in rows]),
         norms,
         valids,
