@@ -46,7 +46,7 @@ def test_two_devices_beside_a_busy_python_thread_finish():
 @pytest.mark.slow
 @pytest.mark.timeout(8 * LIMIT_SECONDS)
 @pytest.mark.skipif("ASYNC_EMB_ALL_TESTS" not in os.environ, reason="takes minutes; set ASYNC_EMB_ALL_TESTS to run it")
-@pytest.mark.parametrize(("devices", "cores"), itertools.product((2, 8, 16), (1, 2)))
+@pytest.mark.parametrize(("devices", "cores"), list(itertools.product((2, 8, 16), (1, 2))))
 def test_any_number_of_devices_on_one_or_two_cores_finishes(devices, cores):
     for staleness in (0, 1):
         for others in ((), ("--busy",), ("--torch-threads=1",)):

@@ -341,11 +341,14 @@ def test_a_step_on_other_devices_than_the_handles_says_so():
     others = jax.sharding.Mesh(np.array(jax.devices("cpu")[4:6]), handle.mesh.axis_names)
     with opened(handle):
         calls = Calls(handle, others)
-        arrays, gate = per_shard.place(per_shard.make_handle(others, name="others"), per_shard.make_start())
+        right_handle = per_shard.make_handle(others, name="others")
+        arrays, gate = per_shard.place(right_handle, per_shard.make_start())
         with pytest.raises(
             jax.errors.JaxRuntimeError, match=r"'elsewhere' has no rank on device [45]: run the step on the"
         ):
             jax.block_until_ready(calls.lookup_start(arrays, np.zeros(per_shard.TOKENS, np.int32), gate))
+    with opened(right_handle):
+        per_shard.assert_trains_like_the_oracle(right_handle)
 
 
 def status(field: str) -> int:
