@@ -60,6 +60,7 @@ def test_another_batch_than_announced_is_refused_before_anything_runs(step, batc
     rehearsal = Rehearsal(training.arrays_of(step, state), 1)
     state, _ = step(state, batches[0], batches[1])
     rehearsal.step(batches[0])
+    jax.block_until_ready(state)  # its calls are counted by now
     calls = step.stats()["users"]["lookup_done_calls"]
     position = 40
     wrong = with_id(batches[1], "items", position, (int(batches[1]["ids"]["items"].reshape(-1)[position]) + 1) % 19)
