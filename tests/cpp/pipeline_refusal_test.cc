@@ -234,7 +234,7 @@ TEST(PipelineRefusal, ChangesNothingWhereverItComes) {
   for (const int group_size : {1, 2, 3, 4, 8}) {
     Setting setting(dropping_spec(group_size), 11);
     std::mt19937 random(17);
-    std::int64_t bytes = 0;
+    const std::int64_t bytes = setting.group.pipeline->arena_bytes();
     for (RankCalls& rank : setting.group.ranks) rank.stagger();
     for (int repetition = 0; repetition < 120; ++repetition) {
       setting.run(random_program(setting.model.machine, 14, 4, random));
@@ -245,63 +245,63 @@ TEST(PipelineRefusal, ChangesNothingWhereverItComes) {
             << "all ranks refuse the same call: " << *refusal;
       }
       setting.model.forgive();
-      if (repetition == 60) bytes = setting.group.pipeline->arena_bytes();
       if (HasFailure()) return;
     }
-    EXPECT_EQ(setting.group.pipeline->arena_bytes(), bytes) << "batches of ids leak";
+    EXPECT_LE(setting.group.pipeline->arena_bytes(), bytes + most_batch_bytes(setting.spec)) << "batches of ids leak";
   }
 }
 
-TEST(PipelineRefusal, OfOneRankAloneEndsEveryProgram) {
-  for (const int group_size : {2, 3, 4}) {
-    Setting setting(dropping_spec(group_size), 3);
-    std::mt19937 random(29);
-    for (RankCalls& rank : setting.group.ranks) rank.stagger();
-    std::int64_t bytes = 0;
-    const int repetitions = group_size == 3 ? 1000 : 500;
-    for (int repetition = 0; repetition < repetitions; ++repetition) {
-      const std::vector<Call> program = random_program(setting.model.machine, 14, 0, random);
-      std::vector<std::size_t> dones;
-      for (std::size_t i = 0; i < program.size(); ++i) {
-        if (program[i].op == Op::kLookupDone) dones.push_back(i);
-      }
-      if (dones.empty()) continue;
-      const std::size_t refused = dones[random() % dones.size()];
-      const int alone = static_cast<int>(random() % static_cast<unsigned>(group_size));
-      std::vector<Expected> expected;
-      for (std::size_t i = 0; i < program.size(); ++i) {
-        expected.push_back(setting.model.apply(program[i], setting.batches, plain_rule()));
-        if (i == refused) setting.model.refuse();
-      }
-      if (setting.model.machine.update().pending()) {  // started before the refusal: its done may be faster than that
-        PlainModel done = setting.model;
-        done.forgive();
-        const Expected outcome = done.apply({Op::kUpdateDone}, setting.batches, plain_rule());
-        for (std::size_t i = refused + 1; i < program.size(); ++i) {
-          if (program[i].op != Op::kUpdateDone) continue;
-          expected[i].update = outcome.update;
-          expected[i].or_refused = true;
-          break;
-        }
-      }
-      const auto failures = run_ranks(group_size, [&](int r) {
-        run_program(setting.rank(r), setting.spec, r, program, setting.batches, expected, plain_rule(),
-                    setting.pins[static_cast<std::size_t>(r)], r == alone ? refused : SIZE_MAX);
-      });
-      for (const auto& failure : failures) ASSERT_FALSE(failure) << failure->message;
-      const auto refusal = setting.group.pipeline->take_refusal();
-      ASSERT_TRUE(refusal);
-      ASSERT_NE(refusal->find("lookup_done on rank " + std::to_string(alone)), std::string::npos) << *refusal;
-      ASSERT_NE(refusal->find("first-step state"), std::string::npos) << *refusal;
-      setting.model.expect_shards(setting.group);
-      setting.model.machine.reset(setting.model.machine.lookup().armed, setting.model.machine.update().armed, 0);
-      setting.model.forgive();
-      if (repetition == repetitions / 2) bytes = setting.group.pipeline->arena_bytes();
-      if (HasFailure()) return;
+class PipelineRefusalAlone : public ::testing::TestWithParam<int> {};
+
+TEST_P(PipelineRefusalAlone, EndsEveryProgram) {
+  const int group_size = 2 + GetParam() % 3;
+  Setting setting(dropping_spec(group_size), 3);
+  const std::int64_t bytes = setting.group.pipeline->arena_bytes();
+  std::mt19937 random(static_cast<unsigned>(29 + GetParam()));
+  for (RankCalls& rank : setting.group.ranks) rank.stagger();
+  for (int repetition = 0; repetition < 250; ++repetition) {
+    const std::vector<Call> program = random_program(setting.model.machine, 14, 0, random);
+    std::vector<std::size_t> dones;
+    for (std::size_t i = 0; i < program.size(); ++i) {
+      if (program[i].op == Op::kLookupDone) dones.push_back(i);
     }
-    EXPECT_EQ(setting.group.pipeline->arena_bytes(), bytes) << "batches of ids leak";
+    if (dones.empty()) continue;
+    const std::size_t refused = dones[random() % dones.size()];
+    const int alone = static_cast<int>(random() % static_cast<unsigned>(group_size));
+    std::vector<Expected> expected;
+    for (std::size_t i = 0; i < program.size(); ++i) {
+      expected.push_back(setting.model.apply(program[i], setting.batches, plain_rule()));
+      if (i == refused) setting.model.refuse();
+    }
+    if (setting.model.machine.update().pending()) {  // started before the refusal: its done may be faster than that
+      PlainModel done = setting.model;
+      done.forgive();
+      const Expected outcome = done.apply({Op::kUpdateDone}, setting.batches, plain_rule());
+      for (std::size_t i = refused + 1; i < program.size(); ++i) {
+        if (program[i].op != Op::kUpdateDone) continue;
+        expected[i].update = outcome.update;
+        expected[i].or_refused = true;
+        break;
+      }
+    }
+    const auto failures = run_ranks(group_size, [&](int r) {
+      run_program(setting.rank(r), setting.spec, r, program, setting.batches, expected, plain_rule(),
+                  setting.pins[static_cast<std::size_t>(r)], r == alone ? refused : SIZE_MAX);
+    });
+    for (const auto& failure : failures) ASSERT_FALSE(failure) << failure->message;
+    const auto refusal = setting.group.pipeline->take_refusal();
+    ASSERT_TRUE(refusal);
+    ASSERT_NE(refusal->find("lookup_done on rank " + std::to_string(alone)), std::string::npos) << *refusal;
+    ASSERT_NE(refusal->find("first-step state"), std::string::npos) << *refusal;
+    setting.model.expect_shards(setting.group);
+    setting.model.machine.reset(setting.model.machine.lookup().armed, setting.model.machine.update().armed, 0);
+    setting.model.forgive();
+    if (HasFailure()) return;
   }
+  EXPECT_LE(setting.group.pipeline->arena_bytes(), bytes + most_batch_bytes(setting.spec)) << "batches of ids leak";
 }
+
+INSTANTIATE_TEST_SUITE_P(Seeds, PipelineRefusalAlone, ::testing::Range(0, 8));
 
 }  // namespace
 }  // namespace async_emb::context

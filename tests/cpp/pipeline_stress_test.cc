@@ -18,7 +18,7 @@ namespace {
 TEST(PipelineStress, GivesRowsWhetherTheDoneComesBeforeTheLeaseDuringTheWorkOrAfterIt) {
   ContextSpec spec = small_spec(2, 2048, 32);
   spec.id_policy = core::IdPolicy::kDrop;
-  Setting setting(spec);
+  Setting setting(spec, 1, 2, nullptr, 1);
   std::mt19937 random(5);
   for (int repetition = 0; repetition < 60; ++repetition) {
     const Batch& batch = setting.batches[0];

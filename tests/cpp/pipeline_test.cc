@@ -68,7 +68,7 @@ TEST(Pipeline, AppliesTheLazyRuleAndClips) {
 TEST(Pipeline, CutsBigBatchesWithoutChangingABit) {
   ContextSpec spec = small_spec(2, 350, 512);
   spec.id_policy = core::IdPolicy::kDrop;
-  Setting setting(spec, 5, 8);  // 8 threads for 2 ranks: several parts each
+  Setting setting(spec, 5, 8, nullptr, 2);  // 8 threads for 2 ranks: several parts each
   setting.run(staleness_one(2));
 }
 
@@ -227,15 +227,14 @@ TEST(Pipeline, ReportsSegmentsThatLeadNowhere) {
   rank.settle();
 }
 
-TEST(Pipeline, HoldsNoMoreBatchesHoweverLongItRuns) {
+TEST(Pipeline, HoldsFewBatchesHoweverLongItRuns) {
   Setting setting(small_spec(2));
-  setting.run(staleness_one(8));
-  const std::int64_t bytes = setting.group.pipeline->arena_bytes();
+  const std::int64_t empty = setting.group.pipeline->arena_bytes();
   for (int i = 0; i < 20; ++i) {
-    setting.return_to_first_step();
     setting.run(staleness_one(8));
+    setting.return_to_first_step();
   }
-  EXPECT_EQ(setting.group.pipeline->arena_bytes(), bytes);
+  EXPECT_LE(setting.group.pipeline->arena_bytes(), empty + most_batch_bytes(setting.spec));
 }
 
 TEST(Pipeline, GivesBackStagedGradientsAndTakesThem) {

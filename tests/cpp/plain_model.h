@@ -310,7 +310,8 @@ struct Setting {
   std::vector<Batch> batches;
   std::vector<float> pins;
 
-  explicit Setting(const ContextSpec& spec, unsigned seed = 1, int threads = 2, Executor* executor = nullptr)
+  explicit Setting(const ContextSpec& spec, unsigned seed = 1, int threads = 2, Executor* executor = nullptr,
+                   int number_of_batches = 12)
       : spec(spec),
         own_executor(executor == nullptr ? std::make_unique<Executor>(threads) : nullptr),
         group(spec, kRows, executor == nullptr ? *own_executor : *executor, seed),
@@ -318,7 +319,7 @@ struct Setting {
         pins(static_cast<std::size_t>(spec.group_size), 0.0f) {
     model.write_shards(group);
     std::mt19937 random(seed);
-    for (int i = 0; i < 12; ++i) batches.push_back(random_batch(spec, kRows, random));
+    for (int i = 0; i < number_of_batches; ++i) batches.push_back(random_batch(spec, kRows, random));
   }
 
   RankCalls& rank(int rank) { return group.ranks[static_cast<std::size_t>(rank)]; }
@@ -337,6 +338,9 @@ struct Setting {
     model.machine.return_to_first_step();
   }
 };
+
+// Ranks are at most a step apart: armed, consumed, staged and running make few batches, however long a pipeline runs.
+inline std::int64_t most_batch_bytes(const ContextSpec& spec) { return 6 * BatchIds(spec.tokens()).bytes(); }
 
 // The staleness-1 schedule over `steps` steps, from the first lookup to the flush.
 inline std::vector<Call> staleness_one(int steps) {
