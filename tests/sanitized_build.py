@@ -35,8 +35,10 @@ def ninja_file(folder: Path, sanitizers: str) -> str:
         f"  command = g++ {' '.join(flags)} -O1 -fPIC {instrument} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
+        "  description = compile $in",
         "rule link",
         f"  command = g++ -shared {instrument} {' '.join(build_config.OPENMP_FLAGS)} $in {' '.join(libraries)} -o $out",
+        "  description = link $out",
     ]
     objects = []
     for source in build_config.sources():
@@ -75,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
     environment = os.environ | build_config.build_environment()
     jobs = environment["MAX_JOBS"]
-    return subprocess.run(["ninja", "-C", str(folder), "-j", jobs, "--quiet"], env=environment).returncode
+    return subprocess.run(["ninja", "-C", str(folder), "-j", jobs], env=environment).returncode
 
 
 if __name__ == "__main__":

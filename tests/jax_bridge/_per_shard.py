@@ -117,11 +117,12 @@ def specs_of(handle: AsyncEmbContextHandle) -> tuple[Arrays, Batch, Any, Any]:
 def exact_body(handle: AsyncEmbContextHandle, hook: Hook = _pass) -> Any:
     """Staleness 0, on a shard: (arrays, batch, gate) -> (arrays, rows, (norm, valid, pending)).
 
-    `hook` gets and gives a pin at the points "lookup" and "update", between a start and its done, and "stage".
+    `hook` gets and gives a pin at the points "lookup" and "update", between a start and its done, "stage", between
+    staging and the update, and "begin", before all.
     """
 
     def step(arrays: Arrays, batch: Batch, gate: Any) -> Any:
-        table, pin = ops.lookup_start(batch.ids, arrays.table, gate, handle)
+        table, pin = ops.lookup_start(batch.ids, arrays.table, hook("begin", gate), handle)
         rows = ops.lookup_done(hook("lookup", pin), handle, token_ids=batch.ids)
         pin = ops.stage_update(batch.grads, None, None, True, rows_gate(pin, rows), handle)
         arrays, results, _ = update(Arrays(table, arrays.row_state), hook("stage", pin), handle, hook)

@@ -41,20 +41,19 @@ class Fault:
         self.armed = False
         self.raised = threading.Event()
 
+    def callback(self, rank: Any, pin: Any) -> Any:
+        if self.armed and int(rank) in self.ranks:
+            self.raised.set()
+            raise ValueError("the callback raises")
+        return np.asarray(pin)
+
     def hook(self, handle: Any) -> per_shard.Hook:
-        def callback(rank: Any, pin: Any) -> Any:
-            if self.armed and int(rank) in self.ranks:
-                self.raised.set()
-                raise ValueError("the callback raises")
-            return np.asarray(pin)
+        return lambda point, pin: through_the_host(handle, self.callback, pin) if point == self.point else pin
 
-        def hook(point: str, pin: Any) -> Any:
-            if point != self.point:
-                return pin
-            rank = jax.lax.axis_index(handle.table_axis)
-            return jax.pure_callback(callback, jax.ShapeDtypeStruct((1,), np.float32), rank, pin)
 
-        return hook
+def through_the_host(handle: Any, callback: Callable[[Any, Any], Any], pin: Any) -> Any:
+    rank = jax.lax.axis_index(handle.table_axis)
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct((1,), np.float32), rank, pin)
 
 
 @contextmanager
@@ -155,6 +154,47 @@ def test_where_one_rank_fails_the_others_wait_until_the_host_ends_it(material, p
     fault.armed = False
     runtime.open_context(handle)
     assert_same_run(run_exact(step, handle, start, batches), expected[0])
+    runtime.close_context(handle)
+
+
+@pytest.mark.parametrize(("point", "late_at"), [("lookup", "begin"), ("update", "stage")])
+def test_a_rank_that_fails_keeps_its_table_until_late_peers_are_done_with_it(material, point, late_at):
+    start, batches, expected = material
+    handle = make_handle(4)
+    fault = Fault(point, {0})
+
+    def wait_on_the_last_rank(rank: Any, pin: Any) -> Any:
+        if fault.armed and int(rank) == 3:
+            assert fault.raised.wait(60)
+            time.sleep(0.3)
+        return np.asarray(pin)
+
+    def hook(at: str, pin: Any) -> Any:
+        if at == late_at:
+            return through_the_host(handle, wait_on_the_last_rank, pin)
+        return fault.hook(handle)(at, pin)
+
+    step = per_shard.exact_step(handle, check_vma=False, hook=hook)
+    for _ in range(3):
+        fault.armed = True
+        with canaries() as allocate:
+            arrays, *_ = step(*per_shard.with_batch(handle, start, batches[0]))
+            assert fault.raised.wait(60)
+            allocate()  # into whatever XLA gives away before the last rank comes
+            assert "the callback raises" in str(message_of(arrays.table.addressable_shards[0].data))
+            if point == "update":
+                updated = per_shard.oracle(start, batches[:1]).table
+                assert_same_bits(arrays.table.addressable_shards[3].data, updated[:, -SIZES["width"] // 4 :], "table")
+            close_at_once(handle)
+            # What is left of the step must not meet the context that is opened next.
+            messages = [message_of(shard.data) for shard in arrays.table.addressable_shards]
+            assert [message is None for message in messages] == [False, *[point == "update"] * 3]
+        fault.armed = False
+        fault.raised.clear()
+        runtime.open_context(handle)
+        assert_same_run(run_exact(step, handle, start, batches), expected[0])
+        runtime.close_context(handle)
+        runtime.open_context(handle)
     runtime.close_context(handle)
 
 
