@@ -1,6 +1,7 @@
 // Failures: every wait ends, once; no buffer goes back while work uses it; the context stays failed.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -168,7 +169,13 @@ TEST(PipelineFailure, KeepsBuffersUntilTheLookupThatUsesThemHasEnded) {
   std::vector<PendingRows> rows;
   for (int r : {0, 1}) rows.push_back(setting.rank(r).lookup_done_later(setting.rank(r).lookup_start(kIds)));
   setting.group.pipeline->fail({FailureKind::kAborted, "why"});
+  std::atomic<bool> drained{false};
+  std::thread drain([&] {
+    setting.group.pipeline->drain();
+    drained = true;
+  });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(drained);
   for (int r : {0, 1}) {
     EXPECT_FALSE(setting.rank(r).table_is_back());
     EXPECT_FALSE(rows[static_cast<std::size_t>(r)].answer.ready()) << "the work may still write the rows";
@@ -178,7 +185,7 @@ TEST(PipelineFailure, KeepsBuffersUntilTheLookupThatUsesThemHasEnded) {
     EXPECT_EQ(rows[static_cast<std::size_t>(r)].answer.wait()->message, "why");
     EXPECT_EQ(message_of([&] { setting.rank(r).settle(); }), "why");
   }
-  setting.group.pipeline->drain();
+  drain.join();
 }
 
 TEST(PipelineFailure, LeavesEveryByteWhereItComesBeforeTheUpdateIsApplied) {

@@ -157,6 +157,23 @@ TEST(PipelineRefusal, VoidsTheUpdateThatFasterPeersHaveStarted) {
   setting.run(staleness_one(4));
 }
 
+TEST(PipelineRefusal, VoidsAStepWhoseStartAPeerHasRefused) {
+  for (const bool update : {false, true}) {
+    Setting setting(small_spec(2));
+    // The programs differ here, which they should not: rank 1 refuses the call that starts a step on rank 0.
+    EXPECT_TRUE(is_nan(setting.rank(1).lookup_done(1.0f)));
+    if (update) {
+      setting.rank(0).update_start(plain_rule());
+      EXPECT_EQ(setting.rank(0).update_done(), UpdateOutcome());
+    } else {
+      EXPECT_TRUE(is_nan(setting.rank(0).lookup_done(setting.rank(0).lookup_start(kIds))));
+    }
+    setting.rank(0).settle();
+    EXPECT_TRUE(setting.group.pipeline->take_refusal());
+    setting.run(staleness_one(2));
+  }
+}
+
 TEST(PipelineRefusal, StagesSegmentsAlikeAfterRanksStoodApart) {
   ContextSpec spec = small_spec(2);
   Setting setting(spec);
