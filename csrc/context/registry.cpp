@@ -1,10 +1,13 @@
 #include "context/registry.h"
 
+#include <algorithm>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 
 #include "comm/in_process.h"
+#include "context/runs.h"
 #include "context/watchdog.h"
 
 namespace async_emb::context {
@@ -13,12 +16,19 @@ namespace {
 struct Entry {
   std::shared_ptr<Context> context;
   std::unordered_map<std::int64_t, Member> members;  // by device
+  std::unique_ptr<Runs> runs = std::make_unique<Runs>();
+  std::vector<std::int64_t> earlier_runs;  // of the same context before it was closed
+};
+
+struct Closed {
+  std::string name;
+  std::vector<std::int64_t> runs;
 };
 
 struct Registry {
   std::shared_mutex mutex;
   std::unordered_map<std::int64_t, Entry> open;
-  std::unordered_map<std::int64_t, std::string> closed;  // names, for messages
+  std::unordered_map<std::int64_t, Closed> closed;
 };
 
 Registry& registry() {
@@ -34,7 +44,7 @@ Entry& entry_of(std::int64_t id) {
   const auto closed = all.closed.find(id);
   if (closed != all.closed.end()) {
     throw Error(FailureKind::kUnknownContext,
-                "async_emb context '" + closed->second +
+                "async_emb context '" + closed->second.name +
                     "' is closed: open it again with open_context(handle) before the step");
   }
   throw Error(FailureKind::kUnknownContext,
@@ -77,7 +87,7 @@ void open_context(const ContextSpec& spec) {
                                       static_cast<int>(i % spec.group_size)};
   }
   for (const auto& group : entry.context->groups()) watch(group);
-  all.closed.erase(spec.id);
+  if (auto closed = all.closed.extract(spec.id)) entry.earlier_runs = std::move(closed.mapped().runs);
   all.open.emplace(spec.id, std::move(entry));
 }
 
@@ -92,9 +102,15 @@ std::shared_ptr<Context> find_context(std::int64_t id) {
   return entry_of(id).context;
 }
 
-Member find_member(std::int64_t id, std::int64_t device) {
+Member find_member(std::int64_t id, std::int64_t device, std::int64_t run) {
   std::shared_lock lock(registry().mutex);
   const Entry& entry = entry_of(id);
+  if (std::find(entry.earlier_runs.begin(), entry.earlier_runs.end(), run) != entry.earlier_runs.end()) {
+    throw Error(FailureKind::kUnknownContext, "async_emb context '" + entry.context->spec().name +
+                                                  "' was closed while this step ran, and opened again since: finish "
+                                                  "the steps before close");
+  }
+  entry.runs->note(run);
   const auto found = entry.members.find(device);
   if (found != entry.members.end()) return found->second;
   throw Error(FailureKind::kInvalidArgument, "async_emb context '" + entry.context->spec().name +
@@ -117,7 +133,10 @@ void close_context(std::int64_t id) {
     const auto found = all.open.find(id);
     if (found == all.open.end()) return;
     context = found->second.context;
-    all.closed[id] = context->spec().name;
+    std::vector<std::int64_t> runs = found->second.runs->noted();
+    runs.insert(runs.end(), found->second.earlier_runs.begin(), found->second.earlier_runs.end());
+    if (runs.size() > Runs::kRemembered) runs.resize(Runs::kRemembered);  // those of earlier openings go first
+    all.closed[id] = {context->spec().name, std::move(runs)};
     all.open.erase(found);
   }
   for (const auto& group : context->groups()) {

@@ -35,7 +35,10 @@ bool is_open(std::int64_t id);
 
 // Throws Error(kUnknownContext) that says whether it was closed or never opened.
 std::shared_ptr<Context> find_context(std::int64_t id);
-Member find_member(std::int64_t id, std::int64_t device);
+
+// The member for a call of one run of a program. Where a program fails on one rank, its calls on other ranks may still
+// come when the context was closed and opened again: calls of a run that the closed context has seen are refused.
+Member find_member(std::int64_t id, std::int64_t device, std::int64_t run);
 
 // Ends every wait with `reason`; the context stays known and refuses every call until it is closed.
 void abort_context(std::int64_t id, const std::string& reason);

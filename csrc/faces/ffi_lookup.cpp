@@ -11,38 +11,38 @@ namespace {
 
 std::int64_t rows_of(const DLTensor& table) { return table.ndim == 2 ? table.shape[0] : 0; }
 
-ffi::Error begin(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*gate*/,
+ffi::Error begin(Caller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*gate*/,
                  ffi::ResultBufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
   return guarded([&] {
     require_alias(table, *table_out, "the table");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const DLTensor shard = view(table);
     *pin->typed_data() = member.pipeline->lookup_begin(member.rank, view(token_ids), rows_of(shard));
     member.pipeline->lookup_offer(member.rank, shard);
   });
 }
 
-ffi::Future lease(std::int32_t device, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*pin*/,
+ffi::Future lease(Caller caller, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /*pin*/,
                   ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
     require_alias(table, *table_out, "the table");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     member.pipeline->lookup_lease(member.rank, view(table), std::move(completion));
   });
 }
 
-ffi::Future done(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> rows,
+ffi::Future done(Caller caller, ffi::BufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> rows,
                  std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     member.pipeline->lookup_done(member.rank, *pin.typed_data(), nullptr, view(*rows), std::move(completion));
   });
 }
 
-ffi::Future done_checked(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::AnyBuffer token_ids,
+ffi::Future done_checked(Caller caller, ffi::BufferR1<ffi::F32> pin, ffi::AnyBuffer token_ids,
                          ffi::Result<ffi::AnyBuffer> rows, std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const DLTensor ids = view(token_ids);
     member.pipeline->lookup_done(member.rank, *pin.typed_data(), &ids, view(*rows), std::move(completion));
   });
@@ -50,10 +50,10 @@ ffi::Future done_checked(std::int32_t device, ffi::BufferR1<ffi::F32> pin, ffi::
 
 // A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it.
 // Complete when the rows are there and no peer reads this shard any more.
-ffi::Future now(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
+ffi::Future now(Caller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
                 std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const DLTensor shard = view(table);
     const float pin = member.pipeline->lookup_begin(member.rank, view(token_ids), rows_of(shard));
     struct Halves {
@@ -81,7 +81,7 @@ ffi::Future now(std::int32_t device, ffi::AnyBuffer token_ids, ffi::AnyBuffer ta
 
 XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
                              .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
                              .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
@@ -93,7 +93,7 @@ XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()           // token_ids, tokens_per_rank elements
                              .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
                              .Arg<ffi::BufferR1<ffi::F32>>()  // gate [1]
@@ -107,7 +107,7 @@ XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]
                              .Ret<ffi::AnyBuffer>()           // the same table
@@ -119,7 +119,7 @@ XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
                              .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]
                              .Attr<std::int64_t>("context_id")
@@ -130,7 +130,7 @@ XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
                              .Arg<ffi::AnyBuffer>()           // token_ids that the rows are for
                              .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,14 @@
 namespace async_emb::faces {
 
 namespace ffi = xla::ffi;
+
+// Who calls: a device, in one run of a program. Handlers bind it with Ctx<Caller>().
+struct Caller {
+  std::int32_t device = 0;
+  std::int64_t run = 0;
+
+  context::Member of(std::int64_t context_id) const { return context::find_member(context_id, device, run); }
+};
 
 DLDataType dlpack_type(ffi::DataType type);
 
@@ -68,3 +77,16 @@ ffi::Future guarded_future(Body body) noexcept {
 }
 
 }  // namespace async_emb::faces
+
+template <>
+struct xla::ffi::CtxDecoding<async_emb::faces::Caller> {
+  using Type = async_emb::faces::Caller;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+                                    DiagnosticEngine& diagnostic) {
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);
+    const auto run = CtxDecoding<RunId>::Decode(api, context, diagnostic);
+    if (!device || !run) return std::nullopt;
+    return Type{*device, run->run_id};
+  }
+};

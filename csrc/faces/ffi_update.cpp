@@ -22,19 +22,18 @@ bool truth_of(const ffi::AnyBuffer& buffer) {
       "async_emb stage_update: pending is " + context::describe(tensor) + ", but must be one bool or int32");
 }
 
-ffi::Error stage(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
+ffi::Error stage(Caller caller, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
                  std::int64_t context_id) {
   return guarded([&] {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     *pin->typed_data() = member.pipeline->stage_update(member.rank, view(grads), nullptr, nullptr, truth_of(pending));
   });
 }
 
-ffi::Error stage_segments(std::int32_t device, ffi::AnyBuffer grads, ffi::AnyBuffer segment_ids,
-                          ffi::AnyBuffer unique_tokens, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
-                          std::int64_t context_id) {
+ffi::Error stage_segments(Caller caller, ffi::AnyBuffer grads, ffi::AnyBuffer segment_ids, ffi::AnyBuffer unique_tokens,
+                          ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin, std::int64_t context_id) {
   return guarded([&] {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const DLTensor segments = view(segment_ids);
     const DLTensor unique = view(unique_tokens);
     *pin->typed_data() = member.pipeline->stage_update(member.rank, view(grads), &segments, &unique, truth_of(pending));
@@ -65,7 +64,7 @@ context::UpdateRule rule_of(const Numbers& numbers, bool lazy, bool clips, bool 
 template <typename Binding>
 auto numbers_bound(Binding binding) {
   return std::move(binding)
-      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<Caller>()
       .template Arg<Pin>()         // gate [1]
       .template Arg<F32Scalar>()   // learning_rate
       .template Arg<F32Scalar>()   // eps
@@ -77,7 +76,7 @@ auto numbers_bound(Binding binding) {
       .template Arg<U32Scalar>();  // rounding_step, where `stochastic_rounding`
 }
 
-ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
+ffi::Error begin(Caller caller, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
                  F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
                  U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::Result<Pin> pin,
                  ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
@@ -85,7 +84,7 @@ ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32
   return guarded([&] {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const Numbers numbers{learning_rate, eps, decay, weight_decay, max_grad_norm, step, seed, rounding_step};
     *pin->typed_data() =
         member.pipeline->update_begin(member.rank, rule_of(numbers, false, clips, stochastic_rounding));
@@ -93,7 +92,7 @@ ffi::Error begin(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32
   });
 }
 
-ffi::Error begin_lazy(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
+ffi::Error begin_lazy(Caller caller, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
                       F32Scalar weight_decay, F32Scalar max_grad_norm, S32Scalar step, U32Scalar seed,
                       U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
                       ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out,
@@ -103,7 +102,7 @@ ffi::Error begin_lazy(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
     require_alias(last_step, *last_step_out, "last_step");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const Numbers numbers{learning_rate, eps, decay, weight_decay, max_grad_norm, step, seed, rounding_step};
     *pin->typed_data() = member.pipeline->update_begin(member.rank, rule_of(numbers, true, clips, stochastic_rounding));
     const DLTensor last = view(last_step);
@@ -111,34 +110,34 @@ ffi::Error begin_lazy(std::int32_t device, Pin /*gate*/, F32Scalar learning_rate
   });
 }
 
-ffi::Future lease(std::int32_t device, ffi::AnyBuffer table, ffi::AnyBuffer row_state, Pin /*pin*/,
+ffi::Future lease(Caller caller, ffi::AnyBuffer table, ffi::AnyBuffer row_state, Pin /*pin*/,
                   ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
                   std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     member.pipeline->update_lease(member.rank, view(table), view(row_state), nullptr, std::move(completion));
   });
 }
 
-ffi::Future lease_lazy(std::int32_t device, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
+ffi::Future lease_lazy(Caller caller, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
                        Pin /*pin*/, ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
                        ffi::Result<ffi::AnyBuffer> last_step_out, std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
     require_alias(last_step, *last_step_out, "last_step");
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     const DLTensor last = view(last_step);
     member.pipeline->update_lease(member.rank, view(table), view(row_state), &last, std::move(completion));
   });
 }
 
-ffi::Future done(std::int32_t device, Pin /*gate*/, ffi::Result<F32Scalar> norm, ffi::Result<S32Scalar> valid,
+ffi::Future done(Caller caller, Pin /*gate*/, ffi::Result<F32Scalar> norm, ffi::Result<S32Scalar> valid,
                  ffi::Result<S32Scalar> pending, ffi::Result<Pin> pin, std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
-    const context::Member member = context::find_member(context_id, device);
+    const context::Member member = caller.of(context_id);
     *pin->typed_data() = member.pipeline->update_done(
         member.rank, {norm->typed_data(), valid->typed_data(), pending->typed_data()}, std::move(completion));
   });
@@ -148,7 +147,7 @@ ffi::Future done(std::int32_t device, Pin /*gate*/, ffi::Result<F32Scalar> norm,
 
 XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
                              .Arg<ffi::AnyBuffer>()  // pending, bool or int32
                              .Arg<Pin>()             // gate [1]
@@ -161,7 +160,7 @@ XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
                              .Arg<ffi::AnyBuffer>()  // segment_ids [tokens_per_rank]
                              .Arg<ffi::AnyBuffer>()  // unique_tokens [num_unique]
@@ -208,7 +207,7 @@ XLA_FFI_Error* update_begin_lazy(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
                              .Arg<ffi::AnyBuffer>()  // row_state [rows]
                              .Arg<Pin>()             // pin [1] of the begin
@@ -222,7 +221,7 @@ XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
                              .Arg<ffi::AnyBuffer>()  // row_state [rows]
                              .Arg<ffi::AnyBuffer>()  // last_step [rows]
@@ -238,7 +237,7 @@ XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* update_done(XLA_FFI_CallFrame* call) {
   static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<Caller>()
                              .Arg<Pin>()        // gate [1]
                              .Ret<F32Scalar>()  // norm
                              .Ret<S32Scalar>()  // valid: the update was applied

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "context/executor.h"
+#include "context/runs.h"
 #include "ranks.h"
 
 namespace async_emb::context {
@@ -36,10 +37,10 @@ std::string message_of(const std::function<void()>& call, FailureKind kind) {
 }
 
 // One lookup on the registered pipelines' ranks.
-void look_up(std::int64_t id) {
+void look_up(std::int64_t id, std::int64_t run = 1) {
   const ContextSpec spec = find_context(id)->spec();
   const auto failures = run_ranks(spec.group_size, [&](int rank) {
-    const Member member = find_member(id, spec.devices[static_cast<std::size_t>(rank)]);
+    const Member member = find_member(id, spec.devices[static_cast<std::size_t>(rank)], run);
     Shard shard(spec, 8);
     RankCalls calls(*member.pipeline, member.rank, shard, 8);
     calls.lookup_done(calls.lookup_start<std::int32_t>({0, 1, 2, 3}));
@@ -55,7 +56,7 @@ TEST(Registry, FindsEveryGroupAndRankByDevice) {
   EXPECT_TRUE(is_open(101));
   EXPECT_EQ(find_context(101)->groups().size(), 2u);
   for (int i = 0; i < 4; ++i) {
-    const Member member = find_member(101, spec.devices[static_cast<std::size_t>(i)]);
+    const Member member = find_member(101, spec.devices[static_cast<std::size_t>(i)], 1);
     EXPECT_EQ(member.rank, i % 2);
     EXPECT_EQ(member.pipeline, find_context(101)->groups()[static_cast<std::size_t>(i / 2)]);
   }
@@ -68,7 +69,7 @@ TEST(Registry, SaysThatAContextWasNeverOpened) {
   const std::string expected =
       "async_emb context 102 is not open in this process: call open_context(handle) before the step";
   EXPECT_EQ(message_of([] { find_context(102); }, FailureKind::kUnknownContext), expected);
-  EXPECT_EQ(message_of([] { find_member(102, 0); }, FailureKind::kUnknownContext), expected);
+  EXPECT_EQ(message_of([] { find_member(102, 0, 1); }, FailureKind::kUnknownContext), expected);
   EXPECT_EQ(message_of([] { abort_context(102, "why"); }, FailureKind::kUnknownContext), expected);
 }
 
@@ -77,14 +78,14 @@ TEST(Registry, SaysThatAContextWasClosed) {
   close_context(103);
   close_context(103);
   EXPECT_FALSE(is_open(103));
-  EXPECT_EQ(message_of([] { find_member(103, 10); }, FailureKind::kUnknownContext),
+  EXPECT_EQ(message_of([] { find_member(103, 10, 1); }, FailureKind::kUnknownContext),
             "async_emb context 'users' is closed: open it again with open_context(handle) before the step");
 }
 
 TEST(Registry, SaysThatADeviceHasNoRank) {
   open_context(spec_with(104));
   EXPECT_EQ(
-      message_of([] { find_member(104, 99); }, FailureKind::kInvalidArgument),
+      message_of([] { find_member(104, 99, 1); }, FailureKind::kInvalidArgument),
       "async_emb context 'users' has no rank on device 99: run the step on the mesh that the handle was made for");
   close_context(104);
 }
@@ -117,7 +118,7 @@ TEST(Registry, RefusesDevicesThatMakeNoGroups) {
 
 TEST(Registry, AbortsEveryWaitAndRefusesLaterCalls) {
   open_context(spec_with(108));
-  const Member member = find_member(108, 10);
+  const Member member = find_member(108, 10, 1);
   Shard shard(member.pipeline->spec(), 8);
   RankCalls calls(*member.pipeline, member.rank, shard, 8);
   PendingRows rows = calls.lookup_done_later(calls.lookup_start<std::int32_t>({0, 1, 2, 3}));
@@ -130,13 +131,13 @@ TEST(Registry, AbortsEveryWaitAndRefusesLaterCalls) {
   EXPECT_TRUE(is_open(108));
   close_context(108);
   open_context(spec_with(108));
-  look_up(108);
+  look_up(108, 2);
   close_context(108);
 }
 
 TEST(Registry, AnswersCallsThatWaitWhenItCloses) {
   open_context(spec_with(109));
-  const Member member = find_member(109, 11);
+  const Member member = find_member(109, 11, 1);
   Shard shard(member.pipeline->spec(), 8);
   RankCalls calls(*member.pipeline, member.rank, shard, 8);
   PendingRows rows = calls.lookup_done_later(calls.lookup_start<std::int32_t>({0, 1, 2, 3}));
@@ -155,11 +156,46 @@ TEST(Registry, OpensAndClosesAgainWithoutMoreThreads) {
   const int before = Executor::shared().threads();
   for (int i = 0; i < 50; ++i) {
     open_context(spec_with(110));
-    look_up(110);
+    look_up(110, 2 + i);
     close_context(110);
   }
   // Each lookup completes four calls at once, which may take as many threads; they are used again.
   EXPECT_LE(Executor::shared().threads(), std::max(before, Executor::shared().limit() + 4));
+}
+
+TEST(Registry, RefusesLateCallsOfARunThatWasUnderWayWhenItClosed) {
+  const auto late = [](std::int64_t run) {
+    return message_of([run] { find_member(113, 11, run); }, FailureKind::kUnknownContext);
+  };
+  const std::string refused =
+      "async_emb context 'users' was closed while this step ran, and opened again since: finish the steps before close";
+  open_context(spec_with(113));
+  find_member(113, 10, 70);  // the first rank has come, the second not yet
+  close_context(113);
+  open_context(spec_with(113));
+  EXPECT_EQ(late(70), refused);
+  look_up(113, 71);
+  close_context(113);
+  open_context(spec_with(113));
+  EXPECT_EQ(late(70), refused) << "two openings later";
+  EXPECT_EQ(late(71), refused);
+  EXPECT_EQ(late(72), "no error");
+  close_context(113);
+}
+
+TEST(Registry, RemembersTheLatestRunsOfAContext) {
+  open_context(spec_with(114));
+  for (std::int64_t run = 0; run < 1000; ++run) {
+    find_member(114, 10, run);
+    find_member(114, 11, run);
+  }
+  close_context(114);
+  open_context(spec_with(114));
+  EXPECT_NO_THROW(find_member(114, 10, 999 - static_cast<std::int64_t>(Runs::kRemembered)));
+  for (std::int64_t run = 1000 - static_cast<std::int64_t>(Runs::kRemembered); run < 1000; ++run) {
+    EXPECT_THROW(find_member(114, 10, run), Error);
+  }
+  close_context(114);
 }
 
 TEST(Registry, FreesAClosedContext) {
@@ -182,9 +218,9 @@ TEST(Registry, IsSafeToUseFromManyThreads) {
     stop = true;
   });
   run_ranks(2, [&](int rank) {
-    while (!stop) {
+    for (std::int64_t run = rank; !stop; run += 2) {
       try {
-        const Member member = find_member(112, 10 + rank);
+        const Member member = find_member(112, 10 + rank, run);
         Shard shard(member.pipeline->spec(), 8);
         RankCalls calls(*member.pipeline, member.rank, shard, 8);
         PendingRows rows = calls.lookup_done_later(calls.lookup_start<std::int32_t>({0, 1, 2, 3}));

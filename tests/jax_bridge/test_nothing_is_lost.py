@@ -198,6 +198,44 @@ def test_a_rank_that_fails_keeps_its_table_until_late_peers_are_done_with_it(mat
     runtime.close_context(handle)
 
 
+@pytest.mark.parametrize("late_at", ["begin", "stage"])
+def test_what_is_left_of_a_failed_step_does_not_meet_the_context_that_is_opened_next(material, late_at):
+    start, batches, expected = material
+    handle = make_handle(4)
+    fault = Fault("lookup" if late_at == "begin" else "update", {0})
+    late, opened_again = threading.Event(), threading.Event()
+
+    def hold_the_last_rank(rank: Any, pin: Any) -> Any:
+        if fault.armed and int(rank) == 3:
+            late.set()
+            assert opened_again.wait(60)
+        return np.asarray(pin)
+
+    def hook(at: str, pin: Any) -> Any:
+        if at == late_at:
+            return through_the_host(handle, hold_the_last_rank, pin)
+        return fault.hook(handle)(at, pin)
+
+    step = per_shard.exact_step(handle, check_vma=False, hook=hook)
+    for _ in range(3):
+        fault.armed = True
+        arrays, *_ = step(*per_shard.with_batch(handle, start, batches[0]))
+        assert fault.raised.wait(60) and late.wait(60)
+        close_at_once(handle)
+        runtime.open_context(handle)
+        fault.armed = False
+        opened_again.set()  # now the last rank goes on with the step that has failed
+        assert_same_run(run_exact(step, handle, start, batches), expected[0])
+        said = [message_of(shard.data) for shard in arrays.table.addressable_shards]
+        assert None not in said[:3]
+        assert "finish the steps before close" in said[3]
+        for event in (fault.raised, late, opened_again):
+            event.clear()
+        runtime.close_context(handle)
+        runtime.open_context(handle)
+    runtime.close_context(handle)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_state_dropped_with_work_in_flight_corrupts_nothing(material, ranks):
     start, batches, expected = material
