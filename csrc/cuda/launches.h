@@ -141,10 +141,11 @@ struct CheckLookup {
   std::int64_t* first_differing = nullptr;  // device scratch, one value
 };
 
-// skip = some rank has refused a call at or before `call`.
+// skip = some rank has refused a call at or before `call`, or `also` is not 0.
 struct OpenRound {
   Refusals refusals;
   std::int64_t call = 0;
+  const std::int32_t* also = nullptr;  // the round's own skip, where a done looks again; may be null
   std::int32_t* skip = nullptr;
 };
 
@@ -306,6 +307,10 @@ struct Launches {
   void (*rowwise_adagrad)(const RowwiseAdagrad&, Stream);
   void (*deliver_outcome)(const DeliverOutcome&, Stream);
   void (*write_pin)(float value, float* pin, Stream);
+  // out[i] = i: the rows of a copy that lies in token order.
+  void (*write_positions)(std::int32_t* out, std::int64_t count, Stream);
+  // Loads every kernel, so that the first step does not; runs nothing.
+  void (*warm_up)();
   // Bytes of workspace; pure functions of their arguments.
   std::int64_t (*unique_ids_workspace)(std::int64_t count);
   std::int64_t (*segment_sum_workspace)(std::int64_t max_tokens, std::int64_t width);
