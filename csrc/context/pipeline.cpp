@@ -11,6 +11,7 @@ Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices,
                    std::unique_ptr<comm::Communicator> communicator, Executor& executor)
     : spec_(std::move(spec)),
       devices_(std::move(devices)),
+      check_(spec_, devices_),
       communicator_(std::move(communicator)),
       executor_(executor),
       work_(spec_),
@@ -20,11 +21,6 @@ Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices,
     round.tables.resize(spec_.group_size);
   }
   for (UpdateRound& round : updates_) round.ranks.resize(spec_.group_size);
-}
-
-std::string Pipeline::where(const char* call, int rank) const {
-  return "async_emb '" + spec_.name + "' " + call + " on rank " + std::to_string(rank) + " (device " +
-         std::to_string(devices_[rank]) + ")";
 }
 
 void Pipeline::record(const char* name, int rank, std::int64_t step) const {
@@ -52,11 +48,6 @@ void Pipeline::release(int& batch) {
 }
 
 // ---- what lookup and update share ----
-
-void Pipeline::check_table(const DLTensor& table, std::int64_t rows) const {
-  const std::int64_t shape[] = {rows, spec_.shard_width()};
-  require(table, "table", dlpack_type(spec_.dtype), shape);
-}
 
 void Pipeline::arrive(comm::Channel channel, std::int64_t step, int rank) {
   // The completions are the round's from here on, so an exception may only reach a caller through them.

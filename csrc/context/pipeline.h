@@ -26,9 +26,11 @@
 
 #include "comm/communicator.h"
 #include "context/arena.h"
+#include "context/call_checks.h"
 #include "context/column_sharded.h"
 #include "context/executor.h"
 #include "context/failure.h"
+#include "context/group_pipeline.h"
 #include "context/round.h"
 #include "context/spec.h"
 #include "context/state_machine.h"
@@ -37,25 +39,7 @@
 
 namespace async_emb::context {
 
-// The first id (in token order of the earliest step) that the policy `error` met, or a batch with too many distinct
-// ids.
-struct IdProblem {
-  std::int64_t step = 0;
-  std::int64_t position = 0;  // in the global token array
-  std::int64_t id = 0;
-  std::int64_t rows = 0;
-  bool too_many_unique = false;
-  std::int64_t unique = 0;  // with too_many_unique
-};
-
-// Staged gradients as a snapshot keeps them. Rows are in token order of the whole group.
-struct StagedGradients {
-  std::vector<std::int32_t> ids;  // [tokens], cleaned
-  std::vector<char> grads;        // [tokens, emb_width] of the context's dtype
-  bool pending = true;
-};
-
-class Pipeline : public std::enable_shared_from_this<Pipeline> {
+class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipeline> {
  public:
   // `devices` are the group's device ids in rank order.
   Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::unique_ptr<comm::Communicator> communicator,
@@ -79,23 +63,18 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
                     Completion completion);
   float update_done(int rank, UpdateResults results, Completion completion);
 
-  // Host calls; the steps that were dispatched should have finished.
-  std::optional<std::string> take_refusal();
-  std::optional<IdProblem> take_id_problem();
-  void return_to_first_step();
-  std::optional<StagedGradients> staged() const;
-  void restore_staged(const StagedGradients& staged);
-  Stats stats() const;
-  std::int64_t arena_bytes() const;
+  std::optional<std::string> take_refusal() override;
+  std::optional<IdProblem> take_id_problem() override;
+  void return_to_first_step() override;
+  std::optional<StagedGradients> staged() const override;
+  void restore_staged(const StagedGradients& staged) override;
+  Stats stats() const override;
+  std::int64_t arena_bytes() const override;
+  void fail(Failure failure) override;
+  void check_timeout(Clock::time_point now) override;
+  void drain() override;
 
-  // The first failure sticks: whatever waits ends with it, and every later call throws it.
-  void fail(Failure failure);
-  // Called by the watchdog: fails the pipeline where somebody waits for longer than the timeout.
-  void check_timeout(Clock::time_point now);
-  // Returns when no work runs any more.
-  void drain();
-
-  const ContextSpec& spec() const { return spec_; }
+  const ContextSpec& spec() const override { return spec_; }
 
  private:
   struct Rank {
@@ -147,12 +126,11 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   void note_bad_id(std::int64_t step, std::int64_t position, std::int64_t id, std::int64_t rows);
   void later(Completion& completion);
   void fail_waiting();
-  std::string where(const char* call, int rank) const;
-  void check_table(const DLTensor& table, std::int64_t rows) const;
   void record(const char* name, int rank, std::int64_t step) const;
 
   const ContextSpec spec_;
   const std::vector<std::int64_t> devices_;
+  const CallChecks check_;
   const std::unique_ptr<comm::Communicator> communicator_;
   Executor& executor_;
   ColumnSharded work_;

@@ -2,7 +2,6 @@
 #include "context/pipeline.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 namespace async_emb::context {
@@ -19,7 +18,7 @@ bool Pipeline::refuses(Rank& rank, StateMachine::Refusal refusal, const char* ca
   ++stats_.refused_calls;
   refused_call_ = index;
   if (!refusal_) {
-    refusal_ = where(call, static_cast<int>(&rank - ranks_.data())) + ": " + *refusal +
+    refusal_ = check_.where(call, static_cast<int>(&rank - ranks_.data())) + ": " + *refusal +
                ". Nothing was applied; tables and state are as before this call";
   }
   void_rounds();
@@ -142,17 +141,7 @@ void Pipeline::check_timeout(Clock::time_point now) {
     const auto describe_missing = [&](comm::Channel channel, std::int64_t step, const char* call) {
       const std::vector<int> missing = communicator_->missing(channel, step);
       if (missing.empty() || !failure.message.empty()) return;  // the last one has just come
-      char seconds[32];
-      std::snprintf(seconds, sizeof(seconds), "%g", spec_.timeout_seconds);
-      std::string text = "async_emb '" + spec_.name + "' timed out after " + seconds + " s in " + call + " of step " +
-                         std::to_string(step) + ": missing";
-      const char* separator = " ";
-      for (int rank : missing) {
-        text += separator + std::string("rank ") + std::to_string(rank) + " (device " + std::to_string(devices_[rank]) +
-                ")";
-        separator = ", ";
-      }
-      failure.message = text + ". Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer";
+      failure.message = check_.timed_out(call, step, missing);
     };
     for (const LookupRound& round : lookups_) {
       if (late(round)) describe_missing(comm::Channel::kLookup, round.step, "lookup_start");

@@ -38,19 +38,10 @@ std::optional<StagedGradients> Pipeline::staged() const {
 void Pipeline::restore_staged(const StagedGradients& staged) {
   Lock lock(mutex_);
   require_working();
-  if (static_cast<std::int64_t>(staged.ids.size()) != spec_.tokens() ||
-      static_cast<std::int64_t>(staged.grads.size()) != work_.arena().grads.bytes()) {
-    throw Error(FailureKind::kInvalidArgument,
-                "async_emb '" + spec_.name + "': staged gradients of " + std::to_string(staged.ids.size()) +
-                    " tokens and " + std::to_string(staged.grads.size()) + " bytes do not fit a context of " +
-                    std::to_string(spec_.tokens()) + " tokens and " + std::to_string(work_.arena().grads.bytes()) +
-                    " bytes: restore with the batch size and width that the snapshot was taken with");
-  }
+  check_.staged(static_cast<std::int64_t>(staged.ids.size()), static_cast<std::int64_t>(staged.grads.size()));
   for (const Rank& rank : ranks_) {
     if (rank.machine.staged() || rank.machine.update().pending() || rank.machine.lookup().pending()) {
-      throw Error(
-          FailureKind::kInvalidArgument,
-          "async_emb '" + spec_.name + "': restore needs an idle context, but a step is under way: flush first");
+      check_.not_idle();
     }
   }
   const int batch = take_batch();

@@ -10,21 +10,7 @@
 namespace async_emb::context {
 
 float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
-  if (!same_type(ids.dtype, kInt32) && !same_type(ids.dtype, kInt64)) {
-    throw Error(FailureKind::kInvalidArgument,
-                where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but must be int32 or int64");
-  }
-  if (element_count(ids) != spec_.tokens_per_rank) {
-    throw Error(
-        FailureKind::kInvalidArgument,
-        where("lookup_start", rank) + ": token_ids are " + describe(ids) + ", but the context has " +
-            std::to_string(spec_.tokens_per_rank) +
-            " tokens on each rank: call lookup_start inside jax.shard_map, with token_ids sharded over data_axis");
-  }
-  if (rows < 0 || rows > std::numeric_limits<std::int32_t>::max()) {
-    throw Error(FailureKind::kInvalidArgument, where("lookup_start", rank) + ": the table has " + std::to_string(rows) +
-                                                   " rows, but rows are numbered by 32-bit integers");
-  }
+  check_.lookup_start(rank, ids, rows);
   std::int64_t step = 0;
   std::int32_t* destination = nullptr;
   const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
@@ -45,10 +31,8 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
       round.rows = rows;
       round.ranks_left = 0;
       for (auto& peer : round.ranks) peer = {};
-    } else if (round.rows != rows) {
-      fail_and_throw({FailureKind::kInvalidArgument, where("lookup_start", rank) + " of step " + std::to_string(step) +
-                                                         ": the table has " + std::to_string(rows) + " rows here and " +
-                                                         std::to_string(round.rows) + " on another rank"});
+    } else if (auto failure = check_.rows_of_peers(rank, step, rows, round.rows)) {
+      fail_and_throw(std::move(*failure));
     }
     if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
     hold(round.batch);                                  // by this rank, until another lookup is consumed
@@ -66,15 +50,12 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
 }
 
 void Pipeline::take_offer(int rank, LookupRound& round, const DLTensor& table) {
-  const std::string here = where("lookup_start", rank) + " of step " + std::to_string(round.step) + ": ";
-  try {
-    check_table(table, round.rows);
-  } catch (const Error& error) {
-    fail_and_throw({error.kind(), here + error.what()});
-  }
+  if (auto failure = check_.lookup_table(rank, round.step, table, round.rows)) fail_and_throw(std::move(*failure));
   LookupRound::Rank& mine = round.ranks[rank];
   if (mine.table != nullptr && mine.table != data_of(table)) {
-    fail_and_throw({FailureKind::kUnmatchedBuffers, here + "XLA has put a copy of the table between two calls"});
+    fail_and_throw({FailureKind::kUnmatchedBuffers, check_.where("lookup_start", rank) + " of step " +
+                                                        std::to_string(round.step) +
+                                                        ": XLA has put a copy of the table between two calls"});
   }
   mine.table = data_of(table);
   ranks_[rank].last_table = mine.table;
@@ -208,11 +189,7 @@ void Pipeline::consume_lookup(int rank, LookupRound& round) {
 }
 
 StateMachine::Refusal Pipeline::check_same_ids(int rank, float pin, const DLTensor& ids) const {
-  if ((!same_type(ids.dtype, kInt32) && !same_type(ids.dtype, kInt64)) || element_count(ids) != spec_.tokens_per_rank) {
-    throw Error(FailureKind::kInvalidArgument, where("lookup_done", rank) + ": token_ids are " + describe(ids) +
-                                                   ", but the context has " + std::to_string(spec_.tokens_per_rank) +
-                                                   " int32 or int64 tokens on each rank");
-  }
+  check_.lookup_done_ids(rank, ids);
   const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
   const std::int32_t* armed = nullptr;
   std::int64_t rows = 0;
@@ -229,16 +206,11 @@ StateMachine::Refusal Pipeline::check_same_ids(int rank, float pin, const DLTens
   // Without the lock: the batch is this rank's until it has consumed the step.
   const IdDifference difference = first_difference(ids, spec_, rows, armed);
   if (difference.position < 0) return std::nullopt;
-  return "lookup_done was given token_ids of another batch: step " + std::to_string(step) + " was armed with row " +
-         std::to_string(armed[difference.position]) + " at position " +
-         std::to_string(first_position + difference.position) + ", but token_ids have " +
-         std::to_string(difference.given) +
-         " there (-1 stands for an id that reads zeros); pass the batch whose ids went to lookup_start";
+  return other_batch(step, first_position + difference.position, armed[difference.position], difference.given);
 }
 
 void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion) {
-  const std::int64_t shape[] = {spec_.tokens_per_rank, spec_.emb_width};
-  require(rows, "rows", dlpack_type(spec_.dtype), shape);
+  check_.rows(rows);
   StateMachine::Refusal other_batch;
   if (ids != nullptr) other_batch = check_same_ids(rank, pin, *ids);
   {

@@ -12,21 +12,7 @@ namespace async_emb::context {
 
 float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids,
                              const DLTensor* unique_tokens, bool pending) {
-  const std::int64_t shape[] = {spec_.tokens_per_rank, spec_.emb_width};
-  require(grads, "grads", dlpack_type(spec_.dtype), shape);
-  if ((segment_ids == nullptr) != (unique_tokens == nullptr)) {
-    throw Error(FailureKind::kInvalidArgument,
-                where("stage_update", rank) + ": segment_ids and unique_tokens go together; give both or neither");
-  }
-  if (segment_ids != nullptr) {
-    const std::int64_t tokens[] = {spec_.tokens_per_rank};
-    const std::int64_t unique[] = {spec_.num_unique};
-    require(*segment_ids, "segment_ids", kInt32, tokens);
-    require(*unique_tokens, "unique_tokens", kInt32, unique);
-  }
-  if (spec_.lookup_only) {
-    throw Error(FailureKind::kInvalidArgument, where("stage_update", rank) + ": this context only looks up");
-  }
+  check_.stage_update(rank, grads, segment_ids, unique_tokens);
   const std::int64_t first_position = spec_.token_blocks[rank] * spec_.tokens_per_rank;
   std::int32_t* own_ids = nullptr;
   std::int64_t rows = 0;
@@ -95,40 +81,16 @@ float Pipeline::update_begin(int rank, const UpdateRule& rule) {
 
 void Pipeline::take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
                           const DLTensor* last_step) {
-  const std::string here = where("update start", rank) + " of step " + std::to_string(round.step) + ": ";
-  const std::int64_t rows = table.ndim == 2 ? table.shape[0] : -1;
-  try {
-    check_table(table, rows);
-    const std::int64_t per_row[] = {rows};
-    require(row_state, "row_state", kFloat32, per_row);
-    if (last_step != nullptr) require(*last_step, "last_step", kInt32, per_row);
-  } catch (const Error& error) {
-    fail_and_throw({error.kind(), here + error.what()});
-  }
-  if (round.rule.lazy != (last_step != nullptr)) {
-    fail_and_throw({FailureKind::kInvalidArgument,
-                    here + (round.rule.lazy ? "the lazy rule needs last_step" : "only the lazy rule takes last_step")});
-  }
-  if (round.batch >= 0 && rows < batches_[round.batch]->rows) {
-    fail_and_throw({FailureKind::kInvalidArgument, here + "the table has " + std::to_string(rows) +
-                                                       " rows, but the staged gradients are for one with at "
-                                                       "least " +
-                                                       std::to_string(batches_[round.batch]->rows) +
-                                                       ": update the table that was looked up"});
-  }
-  const void* const last_table = ranks_[rank].last_table;
-  if (round.batch >= 0 && last_table != nullptr && data_of(table) != last_table) {
-    fail_and_throw({FailureKind::kUnmatchedBuffers,
-                    here +
-                        "lookup and update see different table buffers, so XLA has put a copy between them. Thread "
-                        "the table through every call (use the table that lookup_start returns) and donate it to the "
-                        "jitted step (jax.jit(step, donate_argnums=...))"});
+  const std::int64_t staged_rows = round.batch >= 0 ? batches_[round.batch]->rows : -1;
+  if (auto failure = check_.update_buffers(rank, round.step, {table, row_state, last_step}, round.rule.lazy,
+                                           staged_rows, ranks_[rank].last_table)) {
+    fail_and_throw(std::move(*failure));
   }
   UpdateRound::Rank& mine = round.ranks[rank];
   mine.table = data_of(table);
   mine.row_state = static_cast<float*>(data_of(row_state));
   mine.last_step = last_step != nullptr ? static_cast<std::int32_t*>(data_of(*last_step)) : nullptr;
-  round.rows = rows;
+  round.rows = table.shape[0];
 }
 
 void Pipeline::update_offer(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step) {
@@ -163,7 +125,8 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
     me.update_open = false;
     UpdateRound::Rank& mine = round.ranks[rank];
     if (mine.lent && !(mine.table == data_of(table) && mine.row_state == data_of(row_state))) {
-      fail_and_throw({FailureKind::kUnmatchedBuffers, where("update start", rank) + " of step " + std::to_string(step) +
+      fail_and_throw({FailureKind::kUnmatchedBuffers, check_.where("update start", rank) + " of step " +
+                                                          std::to_string(step) +
                                                           ": XLA has put a copy of the table between two calls"});
     }
     record("update_lease", rank, step);

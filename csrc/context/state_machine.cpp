@@ -21,6 +21,19 @@ std::string called_twice(const char* call, std::int64_t step) {
          " was called again while the first call waits: call it once for each start";
 }
 
+std::string stale_pin(float pin, std::int64_t step) {
+  return "lookup_done got a stale pin of step " + number(pin) + ", but step " + number(step) +
+         " is armed: pass the pin that the last lookup_start returned (a state that was rewound "
+         "or used twice brings an old one)";
+}
+
+std::string other_batch(std::int64_t step, std::int64_t position, std::int32_t armed, std::int32_t given) {
+  return "lookup_done was given token_ids of another batch: step " + number(step) + " was armed with row " +
+         number(std::int64_t{armed}) + " at position " + number(position) + ", but token_ids have " +
+         number(std::int64_t{given}) +
+         " there (-1 stands for an id that reads zeros); pass the batch whose ids went to lookup_start";
+}
+
 StateMachine::Refusal StateMachine::check_lookup_start() const {
   if (!lookup_.pending()) return std::nullopt;
   return "lookup_start of step " + number(lookup_.armed + 1) + " came before lookup_done of step " +
@@ -33,9 +46,7 @@ StateMachine::Refusal StateMachine::check_lookup_done(float pin) const {
            " was the last started and is consumed; call lookup_start first";
   }
   if (pin != pin_of(lookup_.armed)) {
-    return "lookup_done got a stale pin of step " + number(pin) + ", but step " + number(lookup_.armed) +
-           " is armed: pass the pin that the last lookup_start returned (a state that was rewound "
-           "or used twice brings an old one)";
+    return stale_pin(pin, lookup_.armed);
   }
   return std::nullopt;
 }

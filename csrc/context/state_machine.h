@@ -24,6 +24,11 @@ inline float pin_of(std::int64_t step) { return static_cast<float>(step % kPinMo
 // A done that still waits owns its step; a second one would take its place, and nobody would answer the first.
 std::string called_twice(const char* call, std::int64_t step);
 
+// What is wrong with a lookup_done whose pin or ids are of another step: the CPU pipeline finds it at the call, a GPU
+// tells it later. Ids are cleaned, `position` is in the global token array.
+std::string stale_pin(float pin, std::int64_t step);
+std::string other_batch(std::int64_t step, std::int64_t position, std::int32_t armed, std::int32_t given);
+
 class StateMachine {
  public:
   using Refusal = std::optional<std::string>;

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "context/pipeline.h"
+#include "context/group_pipeline.h"
 
 namespace async_emb::context {
 namespace {
@@ -15,13 +15,13 @@ namespace {
 struct Watchdog {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<std::weak_ptr<Pipeline>> watched;
+  std::vector<std::weak_ptr<GroupPipeline>> watched;
   bool started = false;
 
   void run() {
     std::unique_lock lock(mutex);
     for (;;) {
-      std::vector<std::shared_ptr<Pipeline>> alive;
+      std::vector<std::shared_ptr<GroupPipeline>> alive;
       for (const auto& weak : watched) {
         if (auto pipeline = weak.lock()) alive.push_back(std::move(pipeline));
       }
@@ -49,7 +49,7 @@ Watchdog& watchdog() {
 
 }  // namespace
 
-void watch(const std::shared_ptr<Pipeline>& pipeline) {
+void watch(const std::shared_ptr<GroupPipeline>& pipeline) {
   Watchdog& dog = watchdog();
   std::lock_guard lock(dog.mutex);
   dog.watched.push_back(pipeline);

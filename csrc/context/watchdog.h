@@ -5,9 +5,9 @@
 
 namespace async_emb::context {
 
-class Pipeline;
+class GroupPipeline;
 
 // Watches `pipeline` for as long as it lives.
-void watch(const std::shared_ptr<Pipeline>& pipeline);
+void watch(const std::shared_ptr<GroupPipeline>& pipeline);
 
 }  // namespace async_emb::context

@@ -48,7 +48,7 @@ TEST(PipelineFailure, RefusesOtherBuffersInTheUpdateThanInTheLookup) {
     EXPECT_EQ(message_of([&] { setting.rank(r).lookup_start(kIds); }), messages[0]) << "the first error sticks";
     EXPECT_EQ(message_of([&] { setting.rank(r).update_done(); }), messages[0]);
   }
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
 }
 
 // One rank makes a call that can neither go on nor be refused; its peer waits in a lookup or update. All must hear of
@@ -76,7 +76,7 @@ std::string failure_of_both(Setting& setting, bool update, Wrong wrong) {
   });
   for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
   EXPECT_EQ(own, peers);
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
   return own;
 }
 
@@ -206,7 +206,7 @@ TEST(PipelineFailure, LeavesEveryByteWhereItComesBeforeTheUpdateIsApplied) {
     EXPECT_EQ(updates[static_cast<std::size_t>(r)].answer.wait()->message, "why");
     EXPECT_EQ(message_of([&] { setting.rank(r).settle(); }), "why");
   }
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
   EXPECT_EQ(setting.group.pipeline->stats().updates, 0);
 }
 

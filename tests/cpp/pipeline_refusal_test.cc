@@ -153,7 +153,7 @@ TEST(PipelineRefusal, VoidsTheUpdateThatFasterPeersHaveStarted) {
   for (int r : {0, 1}) setting.rank(r).settle();
   EXPECT_TRUE(setting.group.pipeline->take_refusal());
   EXPECT_FALSE(setting.group.pipeline->staged()) << "gradients that only one rank staged are dropped";
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
   setting.run(staleness_one(4));
 }
 
@@ -201,7 +201,7 @@ TEST(PipelineRefusal, StagesSegmentsAlikeAfterRanksStoodApart) {
   for (const Op op : {Op::kLookupStart, Op::kLookupDone, Op::kStage, Op::kUpdateStart}) {
     setting.model.apply({op, 0}, {same}, plain_rule());
   }
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
 }
 
 TEST(PipelineRefusal, WaitsForARankThatIsFarBehind) {
@@ -213,7 +213,7 @@ TEST(PipelineRefusal, WaitsForARankThatIsFarBehind) {
     run_program(setting.rank(r), setting.spec, r, program, setting.batches, expected, plain_rule(),
                 setting.pins[static_cast<std::size_t>(r)]);
   });
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
   EXPECT_GE(setting.group.pipeline->stats().exposed_wait_ns, 3 * 100'000'000) << "three ranks waited for the fourth";
 }
 
@@ -310,7 +310,7 @@ TEST_P(PipelineRefusalAlone, EndsEveryProgram) {
     ASSERT_TRUE(refusal);
     ASSERT_NE(refusal->find("lookup_done on rank " + std::to_string(alone)), std::string::npos) << *refusal;
     ASSERT_NE(refusal->find("first-step state"), std::string::npos) << *refusal;
-    setting.model.expect_shards(setting.group);
+    setting.model.expect_shards(setting.group.shards);
     setting.model.machine.reset(setting.model.machine.lookup().armed, setting.model.machine.update().armed, 0);
     setting.model.forgive();
     if (HasFailure()) return;

@@ -131,7 +131,7 @@ TEST(Pipeline, LeavesEveryByteWhereOneRankSaysNotPending) {
       EXPECT_GT(outcome.norm, 0.0f);
       setting.rank(r).settle();
     }
-    setting.model.expect_shards(setting.group);
+    setting.model.expect_shards(setting.group.shards);
   }
 }
 
@@ -213,7 +213,7 @@ TEST(Pipeline, TrainsTheSegmentsOfTheCallerAsItsOwn) {
   for (const Op op : {Op::kLookupStart, Op::kLookupDone, Op::kStage, Op::kUpdateStart, Op::kUpdateDone}) {
     model.apply({op, 0}, batches, plain_rule());
   }
-  model.expect_shards(setting.group);
+  model.expect_shards(setting.group.shards);
 }
 
 TEST(Pipeline, ReportsSegmentsThatLeadNowhere) {
@@ -290,7 +290,7 @@ TEST(Pipeline, RefusesToRestoreWhatDoesNotFit) {
               std::string::npos)
         << failure->message;
   }
-  setting.model.expect_shards(setting.group);
+  setting.model.expect_shards(setting.group.shards);
 }
 
 TEST(Pipeline, RecordsItsEventsInTheirOrder) {

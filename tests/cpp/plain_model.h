@@ -180,12 +180,13 @@ class PlainModel {
 
   // Every rank's columns of the table, and the same optimizer state for all, written to resting shards or compared with
   // them.
-  void write_shards(Group& group) const {
-    exchange(group, [](void* shard, const void* mine, std::size_t bytes, int) { std::memcpy(shard, mine, bytes); });
+  using Shards = std::vector<std::unique_ptr<Shard>>;
+  void write_shards(const Shards& shards) const {
+    exchange(shards, [](void* shard, const void* mine, std::size_t bytes, int) { std::memcpy(shard, mine, bytes); });
   }
-  void expect_shards(Group& group) const {
+  void expect_shards(const Shards& shards) const {
     bool alike = true;
-    exchange(group, [&](void* shard, const void* mine, std::size_t bytes, int rank) {
+    exchange(shards, [&](void* shard, const void* mine, std::size_t bytes, int rank) {
       if (std::memcmp(shard, mine, bytes) == 0) return;
       if (std::exchange(alike, false))
         ADD_FAILURE() << "rank " << rank << ": the shard or its state differs from the model";
@@ -207,10 +208,10 @@ class PlainModel {
   }
 
   template <typename Copy>
-  void exchange(Group& group, Copy copy) const {
+  void exchange(const Shards& shards, Copy copy) const {
     const std::size_t shard = static_cast<std::size_t>(spec_.shard_width() * core::size_of(spec_.dtype));
     for (int rank = 0; rank < spec_.group_size; ++rank) {
-      Shard& part = *group.shards[static_cast<std::size_t>(rank)];
+      Shard& part = *shards[static_cast<std::size_t>(rank)];
       part.lend();
       for (std::size_t row = 0; row < static_cast<std::size_t>(rows_); ++row) {
         const std::size_t column =
@@ -243,9 +244,10 @@ inline std::vector<Expected> expect(PlainModel& model, const std::vector<Call>& 
 
 // Runs the program on one rank and compares all it gives. `pin` is of the last lookup_start. At call `other_batch`, a
 // lookup_done, the rank gives the ids of another batch.
-inline void run_program(RankCalls& calls, const ContextSpec& spec, int rank, const std::vector<Call>& program,
-                        const std::vector<Batch>& batches, const std::vector<Expected>& expected,
-                        const UpdateRule& rule, float& pin, std::size_t other_batch = SIZE_MAX) {
+template <typename Calls>
+void run_program(Calls& calls, const ContextSpec& spec, int rank, const std::vector<Call>& program,
+                 const std::vector<Batch>& batches, const std::vector<Expected>& expected, const UpdateRule& rule,
+                 float& pin, std::size_t other_batch = SIZE_MAX) {
   for (std::size_t i = 0; i < program.size(); ++i) {
     Expected want = expected[i];
     const Batch& batch = batches[static_cast<std::size_t>(program[i].batch)];
@@ -317,7 +319,7 @@ struct Setting {
         group(spec, kRows, executor == nullptr ? *own_executor : *executor, seed),
         model(spec, kRows, seed),
         pins(static_cast<std::size_t>(spec.group_size), 0.0f) {
-    model.write_shards(group);
+    model.write_shards(group.shards);
     std::mt19937 random(seed);
     for (int i = 0; i < number_of_batches; ++i) batches.push_back(random_batch(spec, kRows, random));
   }
@@ -330,7 +332,7 @@ struct Setting {
       run_program(rank(r), spec, r, program, batches, expected, rule, pins[static_cast<std::size_t>(r)]);
     });
     for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
-    model.expect_shards(group);
+    model.expect_shards(group.shards);
   }
 
   void return_to_first_step() {

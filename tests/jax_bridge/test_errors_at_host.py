@@ -213,6 +213,7 @@ def test_host_ids_are_checked_before_the_step(step, batches, which):
     rehearsal = Rehearsal(training.arrays_of(step, state), 1)
     state, _ = step(state, batches[0], batches[1])
     rehearsal.step(batches[0])
+    jax.block_until_ready(state)  # its calls are counted by now
     before = step.stats()
     bad = with_id(batches[1], "items", 41, 19)
     with pytest.raises(

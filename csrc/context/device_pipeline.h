@@ -1,0 +1,175 @@
+// One embedding table's pipeline over the ranks of one group whose shards live on GPUs of this process.
+//
+// The same calls, states and refusals as pipeline.h, on streams. A call puts its part on XLA's stream and returns; the
+// work of a step goes to one side stream of each rank when the last rank has begun it, and events order the two. Ranks
+// may share a GPU. Three kinds of things are known only to the device and stay there: pins and ids (a wrong one is
+// noted in mapped memory, and all work from that call on is void), the numbers of the rule, and whether an update is
+// applied.
+//
+// The host never waits for a device. A done (and settle) waits on the host for the other ranks' threads to have begun
+// the step, because an event can only be waited for once it is recorded; a peer that does not come ends in the timeout.
+//
+// Every round ends with all ranks waiting for each other on their side streams. So whatever follows a done on XLA's
+// stream, or a round on a side stream, comes after every peer's reads and writes of the round before.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "context/call_checks.h"
+#include "context/device_arena.h"
+#include "context/group_pipeline.h"
+#include "context/state_machine.h"
+#include "cuda/handles.h"
+
+namespace async_emb::context {
+
+class DevicePipeline : public GroupPipeline {
+ public:
+  // `devices` are the group's device ids in rank order, `gpus` the GPU of each.
+  DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus);
+  ~DevicePipeline() override;
+
+  // The ordered calls of one rank, on XLA's stream of its device. Tensors and outputs are in device memory.
+  void lookup_begin(int rank, const DLTensor& ids, const DLTensor& table, float* pin, cuda::Stream stream);
+  void lookup_done(int rank, const float* pin, const DLTensor* ids, const DLTensor& rows, cuda::Stream stream);
+  void stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens,
+                    const DLTensor& pending, float* pin, cuda::Stream stream);
+  struct RuleForm {
+    bool lazy = false;
+    bool clips = false;
+    bool stochastic_rounding = false;
+  };
+  // `operands` names the numbers; its destination is filled in here.
+  void update_begin(int rank, const RuleForm& form, cuda::TakeNumbers operands, const DLTensor& table,
+                    const DLTensor& row_state, const DLTensor* last_step, float* pin, cuda::Stream stream);
+  struct Results {
+    float* norm = nullptr;
+    std::int32_t* valid = nullptr;
+    std::int32_t* pending = nullptr;
+  };
+  void update_done(int rank, const Results& results, float* pin, cuda::Stream stream);
+  // What follows on `stream` comes after all work that was begun: the table of this rank is at rest.
+  void settle(int rank, cuda::Stream stream);
+
+  std::optional<std::string> take_refusal() override;
+  std::optional<IdProblem> take_id_problem() override;
+  void return_to_first_step() override;
+  std::optional<StagedGradients> staged() const override;
+  void restore_staged(const StagedGradients& staged) override;
+  Stats stats() const override;
+  std::int64_t arena_bytes() const override;
+  void fail(Failure failure) override;
+  void check_timeout(Clock::time_point now) override;
+  void drain() override;
+
+  const ContextSpec& spec() const override { return spec_; }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  static constexpr int kLookup = static_cast<int>(comm::Channel::kLookup);
+  static constexpr int kUpdate = static_cast<int>(comm::Channel::kUpdate);
+
+  struct Rank {
+    cuda::Device& device;
+    DeviceArena arena;
+    cuda::Mapped<cuda::Refusal> refusal;
+    std::vector<std::unique_ptr<DeviceBatch>> batches;
+    // Events: this rank has begun a round on XLA's stream; its own work of the round is over; everybody's is.
+    std::array<std::array<cuda::OwnedEvent, 3>, comm::kChannels> events;
+    cuda::OwnedStream side;  // goes first, so that nothing runs when the rest goes
+
+    StateMachine machine;
+    std::int64_t calls = 0;
+    int armed_batch = -1;
+    int consumed_batch = -1;
+    int staged_batch = -1;
+    const void* last_table = nullptr;
+    // Which lookup step each of the latest dones was for: a refusal that the device finds is told with it.
+    struct Done {
+      std::int64_t call = 0;
+      std::int64_t step = 0;
+    };
+    std::array<Done, 64> dones{};
+    std::size_t next_done = 0;
+
+    Rank(const ContextSpec& spec, const core::ColumnLayout& layout, int rank, const std::vector<cuda::Device*>& gpus);
+    cuda::Event begun(int channel) const { return events[static_cast<std::size_t>(channel)][0].get(); }
+    cuda::Event worked(int channel) const { return events[static_cast<std::size_t>(channel)][1].get(); }
+    cuda::Event closed(int channel) const { return events[static_cast<std::size_t>(channel)][2].get(); }
+  };
+
+  struct Round {
+    std::int64_t step = 0;
+    std::int64_t begin_call = 0;
+    std::int64_t rows = 0;
+    bool staged = false;
+    RuleForm form;
+    struct Buffers {
+      bool here = false;
+      void* table = nullptr;
+      float* row_state = nullptr;
+      std::int32_t* last_step = nullptr;
+    };
+    std::vector<Buffers> ranks;
+    bool enqueued = false;
+    bool is_void = false;
+    bool waited_for = false;
+    Clock::time_point first_wait{};
+  };
+
+  Rank& of(int rank) { return *ranks_[static_cast<std::size_t>(rank)]; }
+  const Rank& of(int rank) const { return *ranks_[static_cast<std::size_t>(rank)]; }
+  Round& round(int channel, std::int64_t step) { return rounds_[static_cast<std::size_t>(channel)][step % 2]; }
+  bool refuses(int rank, StateMachine::Refusal refusal, const char* call);
+  void require_working() const;
+  [[noreturn]] void fail_and_throw(Failure failure);
+  int take_batch(Rank& rank);
+  void release(Rank& rank, int& batch);
+  Round& open(int channel, std::int64_t step, int rank);
+  // Rank has begun its part; the last one puts the work of all on the side streams.
+  void arrive(int channel, Round& round, int rank, cuda::Stream stream);
+  // Returns when the round's work is on the side streams or void.
+  void await_peers(Lock& lock, Round& round);
+  void enqueue_lookup(Round& round);
+  void enqueue_update(Round& round);
+  void ask_for_rows(Round& round);
+  void gather(Round& round, int rank);
+  void sum(Round& round, int rank);
+  void apply(Round& round, int rank);
+  void wait_for_all(int channel, int rank, cuda::Event (Rank::*event)(int) const);
+  void close_round(int channel);
+  // Peers' refusals count where they came before the round; the rank's own up to the call under way.
+  void look_for_refusals(int channel, int rank, cuda::Stream stream);
+  cuda::Refusals all_refusals() const;
+  void write_pin(Rank& rank, std::int64_t step, float* pin, cuda::Stream stream);
+  std::string told_by_device(int rank, const cuda::Refusal& refusal) const;
+  void start_anew(std::int64_t lookup_step, std::int64_t update_step, std::int64_t stages);
+  void record(const char* name, int rank, std::int64_t step) const;
+
+  const ContextSpec spec_;
+  const std::vector<std::int64_t> devices_;
+  const CallChecks check_;
+  const core::ColumnLayout layout_;
+  const std::int64_t element_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::array<std::array<Round, 2>, comm::kChannels> rounds_;
+  std::optional<Failure> failure_;
+  std::optional<std::string> refusal_;
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::int64_t refused_call_ = kNone;
+  Stats stats_;
+};
+
+}  // namespace async_emb::context
