@@ -18,15 +18,17 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-def _load_build_config():
-    spec = importlib.util.spec_from_file_location("async_emb_build_config", ROOT / "torch_ext" / "build_config.py")
+def _load(name: str):
+    """A file of torch_ext, without the package, which would load the module that is about to be built."""
+    spec = importlib.util.spec_from_file_location(f"async_emb_{name}", ROOT / "torch_ext" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-build_config = _load_build_config()
+build_config = _load("build_config")
+cuda_toolkit = _load("cuda_toolkit")
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
@@ -39,41 +41,60 @@ class BuildNative(build_ext):
     """Hands the compilation to torch's own build command, once torch is really needed."""
 
     def run(self) -> None:
+        os.environ.update(build_config.build_environment())
         try:
             tools = build_config.toolchain()
-        except build_config.BuildError as error:
+            decision = cuda_toolkit.decide(tools.torch_version, tools.torch_cuda)
+            cuda = decision.toolkit
+            gencode_flags = cuda_toolkit.gencode_flags(cuda) if cuda else []
+        except (build_config.BuildError, cuda_toolkit.CudaError) as error:
             sys.exit(f"error: {error}")
-        os.environ.update(build_config.build_environment())
+        if decision.notice:
+            print(f"async-emb: {decision.notice}", file=sys.stderr)
 
-        generated = ROOT / "build" / "include"
+        # Not the temporary folder that an editable install would use: a second build compiles only what has changed.
+        # Builds with CUDA and without may take turns in one checkout, against two versions of torch.
+        variant = "native-cuda" if cuda else "native"
+        build_temp = ROOT / "build" / f"{variant}-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+        generated = build_temp / "include"
         build_config.write_dlpack_header(tools, generated)
         for extension in self.extensions:
-            extension.define_macros = build_config.version_macros(tools)
-            extension.extra_compile_args = {"cxx": build_config.compile_flags(tools, generated)}
-            extension.extra_link_args = list(build_config.OPENMP_FLAGS)
+            extension.sources = _relative(build_config.sources(with_cuda=cuda is not None))
+            extension.define_macros = build_config.version_macros(tools, cuda, decision.reason)
+            extension.extra_compile_args = {"cxx": build_config.compile_flags(tools, generated, cuda)}
+            extension.extra_link_args = build_config.link_flags(cuda)
             extension.library_dirs = list(tools.torch_library_dirs)
             extension.libraries = list(build_config.TORCH_LIBRARIES)
+            if cuda:
+                extension.extra_compile_args["nvcc"] = build_config.nvcc_flags(cuda, gencode_flags)
+                extension.library_dirs += cuda.library_dirs
 
-        command = _torch_build_extension()(self.distribution)
+        command = _torch_build_extension(cuda)(self.distribution)
         for option in ("build_lib", "inplace", "editable_mode", "debug", "force"):
             setattr(command, option, getattr(self, option))
-        # Not the temporary folder that an editable install would use: a second build compiles only what has changed.
-        command.build_temp = str(ROOT / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
+        command.build_temp = str(build_temp)
         command.ensure_finalized()
         command.run()
 
 
-def _torch_build_extension():
-    from torch.utils.cpp_extension import BuildExtension
+def _torch_build_extension(cuda):
+    from torch.utils import cpp_extension
 
-    return BuildExtension.with_options(use_ninja=True)
+    if cuda:
+        # torch has guessed when it was imported, wrongly where nvcc is a link outside of its toolkit.
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(cuda.home)
+    return cpp_extension.BuildExtension.with_options(use_ninja=True)
+
+
+def _relative(paths: list[Path]) -> list[str]:
+    return [os.path.relpath(path, ROOT) for path in paths]
 
 
 setup(
     ext_modules=[
         Extension(
             build_config.MODULE_NAME,
-            sources=[os.path.relpath(path, ROOT) for path in build_config.sources()],
+            sources=_relative(build_config.sources()),
             include_dirs=[str(ROOT / "csrc")],
             language="c++",
         )

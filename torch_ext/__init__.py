@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from torch_ext import _load
 from torch_ext._load import NativeModuleError, load, require_ffi_api
 
 _native = load()
@@ -26,6 +27,7 @@ __all__ = [
     "gather_rows",
     "gradient_norm",
     "native",
+    "require_cuda",
     "require_ffi_api",
     "rowwise_adagrad_",
     "rowwise_adagrad_lazy_",
@@ -40,5 +42,17 @@ def native() -> ModuleType:
 
 
 def build_info() -> dict[str, str]:
-    """What the native module was built with: ``torch``, ``jaxlib``, ``ffi_api`` ("major.minor") and ``compiler``."""
+    """What the native module was built with: ``torch``, ``jaxlib``, ``ffi_api`` ("major.minor") and ``compiler``.
+
+    ``cuda`` is the version of the CUDA toolkit, missing or empty in a build without CUDA, and ``cuda_reason`` then says
+    why, if it is not torch that has no CUDA.
+    """
     return dict(_native.build_info())
+
+
+def require_cuda() -> None:
+    """Raises NativeModuleError, "not built with CUDA, because ...", unless the native module has CUDA kernels.
+
+    Whether there is a GPU is another question.
+    """
+    _load.require_cuda(build_info())

@@ -11,10 +11,11 @@ import importlib.machinery
 import mmap
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from torch_ext.build_config import INSTALL_COMMAND, REQUIREMENTS_COMMAND, installed_version
+from torch_ext.build_config import CUDA_INSTALL_COMMAND, INSTALL_COMMAND, REQUIREMENTS_COMMAND, installed_version
 
 # csrc/faces/torch_ops.cpp puts this text into the binary.
 _STAMP = re.compile(rb"async_emb built with torch=([^ \0]+) jaxlib=([^ \0]+)\0")
@@ -77,6 +78,21 @@ def require_ffi_api(built: str, runtime: tuple[int, int]) -> None:
             f"the FFI handlers were built against XLA FFI API {built}, but jaxlib {installed_version('jaxlib')} has "
             f"{runtime[0]}.{runtime[1]}: it must be the same major version, and at least the minor version"
         )
+
+
+def require_cuda(info: Mapping[str, str]) -> None:
+    """Refuses to go on with a module that has no CUDA kernels, and says why it has none.
+
+    Args:
+      info: ``build_info()``. ``cuda`` is the version of the toolkit, empty or missing in a build without CUDA;
+        ``cuda_reason`` says why, where torch's own version does not.
+    """
+    if info.get("cuda"):
+        return
+    reason = info.get("cuda_reason") or f"torch {info['torch']}, which it was built for, is a build without CUDA"
+    error = NativeModuleError(f"torch_ext was not built with CUDA, because {reason}", name="torch_ext._C")
+    error.add_note(f"This builds it with CUDA, or ends with what stands in the way: {CUDA_INSTALL_COMMAND}")
+    raise error
 
 
 def _find(directory: Path) -> Path:

@@ -7,23 +7,29 @@ Importing this file imports neither torch nor jax, so that metadata steps (sdist
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_ext.cuda_toolkit import Toolkit
 
 MODULE_NAME = "torch_ext._C"
 INSTALL_COMMAND = "python -m pip install --no-build-isolation -e ."
+CUDA_INSTALL_COMMAND = f"ASYNC_EMB_CUDA=1 {INSTALL_COMMAND}"
 REQUIREMENTS_COMMAND = 'python -m pip install "setuptools>=77.0.3" ninja "torch>=2.11,<2.15" "jax>=0.10,<0.13"'
 
 # Patterns below csrc/. Every .cpp file in these folders is part of the module: adding one needs no edit here.
 CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "context/*.cpp", "faces/*.cpp")
-# CUDA sources join here; setup.py compiles them where torch and the machine have CUDA.
-CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp")
+# These only where torch and the machine have CUDA (cuda_toolkit.py).
+CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp", "faces/cuda_*.cpp")
 
 # No -march: one binary runs anywhere, csrc/cpu picks the instruction set when it starts. Contraction to FMA would make
 # results depend on the machine.
@@ -40,8 +46,24 @@ CXX_FLAGS = (
 # Joins at::parallel_for to torch's own thread pool, which is OpenMP's in the builds of torch for Linux.
 OPENMP_FLAGS = ("-fopenmp",) if sys.platform.startswith("linux") else ()
 
+# The same promises for device code: no contraction, IEEE division and square root, denormals kept. The last two are
+# nvcc's defaults, written down because the promise of equal bits rests on them. -lineinfo costs nothing at run time.
+NVCC_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-lineinfo",
+    "-fmad=false",
+    "-prec-div=true",
+    "-prec-sqrt=true",
+    "-ftz=false",
+    "--expt-relaxed-constexpr",
+    "-Xcompiler=-g1,-ffp-contract=off,-fno-math-errno,-fvisibility=hidden,-Wall,-Wextra",
+)
+
 # No torch_python: nothing here touches torch's Python objects.
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu")
+# Linked as far as they are needed.
+TORCH_CUDA_LIBRARIES = ("c10_cuda", "torch_cuda")
 
 # A file that includes ATen needs about this much memory to compile.
 _BYTES_PER_JOB = 2 * 1024**3
@@ -56,6 +78,7 @@ class Toolchain:
     """The two packages that the module is built against."""
 
     torch_version: str
+    torch_cuda: str | None  # the version of CUDA that torch was built with
     torch_include_dirs: tuple[str, ...]
     torch_library_dirs: tuple[str, ...]
     jaxlib_version: str
@@ -69,7 +92,9 @@ def csrc_root() -> Path:
 
 def sources(*, with_cuda: bool = False) -> list[Path]:
     """The sources of the module, sorted, so that two builds link in the same order."""
-    return list(_matches(CPP_PATTERNS + (CUDA_PATTERNS if with_cuda else ())))
+    everything = list(_matches(CPP_PATTERNS + CUDA_PATTERNS))
+    cuda = set(_matches(CUDA_PATTERNS))
+    return [path for path in dict.fromkeys(everything) if with_cuda or path not in cuda]
 
 
 def headers() -> list[Path]:
@@ -79,7 +104,10 @@ def headers() -> list[Path]:
 
 def toolchain() -> Toolchain:
     """Finds torch and jaxlib. Raises BuildError, naming the command to run, if one of them is missing."""
+    # It warns where no GPU is visible, which a build does not need.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
     try:
+        torch_version = importlib.import_module("torch.version")
         cpp_extension = importlib.import_module("torch.utils.cpp_extension")
         jax_ffi = importlib.import_module("jax.ffi")
     except ImportError as error:
@@ -91,7 +119,8 @@ def toolchain() -> Toolchain:
             f"    {INSTALL_COMMAND}"
         ) from error
     return Toolchain(
-        torch_version=version("torch"),
+        torch_version=torch_version.__version__,
+        torch_cuda=torch_version.cuda,
         torch_include_dirs=tuple(cpp_extension.include_paths()),
         torch_library_dirs=tuple(cpp_extension.library_paths()),
         jaxlib_version=version("jaxlib"),
@@ -99,23 +128,54 @@ def toolchain() -> Toolchain:
     )
 
 
-def compile_flags(tools: Toolchain, generated_include_dir: Path) -> list[str]:
+def compile_flags(tools: Toolchain, generated_include_dir: Path, cuda: Toolkit | None = None) -> list[str]:
     """Flags for one C++ file. Headers of others are system headers, so that every warning is about our own code."""
     system_dirs = (
         str(generated_include_dir),
         *tools.torch_include_dirs,
         tools.ffi_include_dir,
         sysconfig.get_path("include"),
+        *(cuda.include_dirs if cuda else ()),
     )
-    return [*CXX_FLAGS, *OPENMP_FLAGS, *(f"-isystem{directory}" for directory in dict.fromkeys(system_dirs))]
+    werror = ["-Werror"] if warnings_are_errors() else []
+    return [*CXX_FLAGS, *OPENMP_FLAGS, *werror, *(f"-isystem{directory}" for directory in dict.fromkeys(system_dirs))]
 
 
-def version_macros(tools: Toolchain) -> list[tuple[str, str]]:
-    """Macros that stamp the module with what it was built against; the loader compares them."""
-    return [
+def nvcc_flags(cuda: Toolkit, gencode_flags: Sequence[str]) -> list[str]:
+    """Flags for one CUDA file, which knows neither torch nor XLA."""
+    werror = ["-Werror=all-warnings", "-Xcompiler=-Werror"] if warnings_are_errors() else []
+    system_dirs = [argument for directory in cuda.include_dirs for argument in ("-isystem", directory)]
+    return [*NVCC_FLAGS, *werror, *gencode_flags, *system_dirs]
+
+
+def link_flags(cuda: Toolkit | None = None) -> list[str]:
+    """Flags for the link, beside TORCH_LIBRARIES."""
+    if cuda is None:
+        return list(OPENMP_FLAGS)
+    libraries = (f"-l{name}" for name in TORCH_CUDA_LIBRARIES)
+    return [*OPENMP_FLAGS, "-Wl,--as-needed", f"-l:{cuda.runtime_library}", *libraries]
+
+
+def warnings_are_errors() -> bool:
+    """Whether ASYNC_EMB_WERROR=1 asks for that, as checks do. Other compilers may warn of other things."""
+    return os.environ.get("ASYNC_EMB_WERROR", "") not in ("", "0")
+
+
+def version_macros(tools: Toolchain, cuda: Toolkit | None = None, reason: str = "") -> list[tuple[str, str]]:
+    """Macros that stamp the module with what it was built against; the loader compares them.
+
+    ``reason`` says why ``cuda`` is missing. It is left out where torch has no CUDA, which is reason enough and is known
+    when the module is loaded: a build for CPUs names CUDA nowhere.
+    """
+    macros = [
         ("ASYNC_EMB_TORCH_VERSION", f'"{tools.torch_version}"'),
         ("ASYNC_EMB_JAXLIB_VERSION", f'"{tools.jaxlib_version}"'),
     ]
+    if cuda:
+        macros += [("ASYNC_EMB_WITH_CUDA", "1"), ("ASYNC_EMB_CUDA_VERSION", f'"{cuda.version}"')]
+    elif tools.torch_cuda:
+        macros += [("ASYNC_EMB_CUDA_REASON", f'"{reason}"')]
+    return macros
 
 
 def write_dlpack_header(tools: Toolchain, generated_include_dir: Path) -> Path:
