@@ -40,7 +40,12 @@ inline constexpr std::uint16_t kLargestFloat16 = 0x7bffu;  // 65504
 
 template <int N>
 ASYNC_EMB_INLINE FloatPack<N> canonical(FloatPack<N> values) {
-  return values == values ? values : floats_of<N>(all<N>(kCanonicalNaN));
+  if constexpr (kByValue<N>) {
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = canonical<1>(values[i]);
+    return values;
+  } else {
+    return values == values ? values : floats_of<N>(all<N>(kCanonicalNaN));
+  }
 }
 ASYNC_EMB_INLINE float canonical(float value) { return canonical<1>(value); }
 
@@ -125,19 +130,36 @@ ASYNC_EMB_INLINE BitsPack<N> stochastic_float16(FloatPack<N> values, BitsPack<N>
 // ---- by element type
 
 template <int N>
+ASYNC_EMB_INLINE FloatPack<N> float_of(HalvesPack<N> halves, BFloat16) {
+  if constexpr (kByValue<N>) {
+    FloatPack<N> values;
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = float_of_bfloat16<1>(halves[i]);
+    return values;
+  } else {
+    return float_of_bfloat16<N>(widen<N>(halves));
+  }
+}
+template <int N>
+ASYNC_EMB_INLINE FloatPack<N> float_of(HalvesPack<N> halves, Float16) {
+#if defined(ASYNC_EMB_F16C)
+  if constexpr (kHasF16c<N>) return widen_float16_f16c<N>(halves);
+#endif
+  if constexpr (kByValue<N>) {
+    FloatPack<N> values;
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = float_of_float16<1>(halves[i]);
+    return values;
+  } else {
+    return float_of_float16<N>(widen<N>(halves));
+  }
+}
+
+template <int N>
 ASYNC_EMB_INLINE FloatPack<N> load(const float* from) {
   return load_pack<FloatPack<N>>(from);
 }
-template <int N>
-ASYNC_EMB_INLINE FloatPack<N> load(const BFloat16* from) {
-  return float_of_bfloat16<N>(widen<N>(load_pack<HalvesPack<N>>(from)));
-}
-template <int N>
-ASYNC_EMB_INLINE FloatPack<N> load(const Float16* from) {
-#if defined(ASYNC_EMB_F16C)
-  if constexpr (kHasF16c<N>) return widen_float16_f16c<N>(load_pack<HalvesPack<N>>(from));
-#endif
-  return float_of_float16<N>(widen<N>(load_pack<HalvesPack<N>>(from)));
+template <int N, class Half>
+ASYNC_EMB_INLINE FloatPack<N> load(const Half* from) {
+  return float_of<N>(load_pack<HalvesPack<N>>(from), Half{});
 }
 
 template <int N>
@@ -146,14 +168,26 @@ ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, float* to, BitsPack<N>&
 }
 template <int N>
 ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, BFloat16* to, BitsPack<N>&) {
-  store_pack(narrow<N>(nearest_bfloat16<N>(values)), to);
+  if constexpr (kByValue<N>) {
+    HalvesPack<N> halves;
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_bfloat16<1>(values[i]));
+    store_pack(halves, to);
+  } else {
+    store_pack(narrow<N>(nearest_bfloat16<N>(values)), to);
+  }
 }
 template <int N>
 ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, Float16* to, BitsPack<N>& saturated) {
 #if defined(ASYNC_EMB_F16C)
   if constexpr (kHasF16c<N>) return store_pack(nearest_float16_f16c<N>(values, saturated), to);
 #endif
-  store_pack(narrow<N>(nearest_float16<N>(values, saturated)), to);
+  if constexpr (kByValue<N>) {
+    HalvesPack<N> halves;  // one counter for all: registers are dear where packs are arrays
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_float16<1>(values[i], saturated[0]));
+    store_pack(halves, to);
+  } else {
+    store_pack(narrow<N>(nearest_float16<N>(values, saturated)), to);
+  }
 }
 
 // fp32 keeps every bit, so it has no use for `random`.
@@ -163,11 +197,27 @@ ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N>, float* 
 }
 template <int N>
 ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, BFloat16* to, BitsPack<N>&) {
-  store_pack(narrow<N>(stochastic_bfloat16<N>(values, random)), to);
+  if constexpr (kByValue<N>) {
+    HalvesPack<N> halves;
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) {
+      halves[i] = narrow<1>(stochastic_bfloat16<1>(values[i], random[i]));
+    }
+    store_pack(halves, to);
+  } else {
+    store_pack(narrow<N>(stochastic_bfloat16<N>(values, random)), to);
+  }
 }
 template <int N>
 ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, Float16* to, BitsPack<N>& saturated) {
-  store_pack(narrow<N>(stochastic_float16<N>(values, random, saturated)), to);
+  if constexpr (kByValue<N>) {
+    HalvesPack<N> halves;
+    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) {
+      halves[i] = narrow<1>(stochastic_float16<1>(values[i], random[i], saturated[0]));
+    }
+    store_pack(halves, to);
+  } else {
+    store_pack(narrow<N>(stochastic_float16<N>(values, random, saturated)), to);
+  }
 }
 
 }  // namespace ASYNC_EMB_ISA

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/platform.h"
@@ -41,30 +42,75 @@ ASYNC_EMB_FN constexpr int subtree_levels(std::int64_t column_begin, std::int64_
 
 inline constexpr int kMaxSubtrees = 2 * 61;  // of one contiguous range of columns
 
+// Where an accumulator keeps the sums that wait for their right neighbours; a deeper one covers fewer values.
+class ArrayStack {
+ public:
+  ArrayStack() = default;
+  template <class Lanes>
+  ASYNC_EMB_INLINE explicit ArrayStack(Lanes) {}
+
+  ASYNC_EMB_INLINE float get(int depth) const { return at_[depth]; }
+  ASYNC_EMB_INLINE void set(int depth, float sum) { at_[depth] = sum; }
+
+ private:
+  float at_[64];  // levels on the stack fall strictly, so there are never more than levels exist
+};
+
+// In one register of each of many lanes: an array that is indexed at run time would lie in memory on a GPU. Enough for
+// 2^(lanes) blocks.
+template <class Lanes>
+class LaneStack {
+ public:
+  ASYNC_EMB_INLINE explicit LaneStack(Lanes lanes) : lanes_(lanes) {}
+  ASYNC_EMB_INLINE float get(int depth) const { return lanes_.broadcast(mine_, depth); }
+  ASYNC_EMB_INLINE void set(int depth, float sum) { mine_ = lanes_.index() == depth ? sum : mine_; }
+
+ private:
+  Lanes lanes_;
+  float mine_ = 0.0f;
+};
+
+// In memory that the caller brings, an element every `stride`.
+class BorrowedStack {
+ public:
+  ASYNC_EMB_INLINE BorrowedStack(float* memory, int stride) : memory_(memory), stride_(stride) {}
+  ASYNC_EMB_INLINE float get(int depth) const { return memory_[depth * stride_]; }
+  ASYNC_EMB_INLINE void set(int depth, float sum) { memory_[depth * stride_] = sum; }
+
+ private:
+  float* memory_;
+  int stride_;
+};
+
 // Merges the sums of blocks that tile [0, n) in order, like the carries of a binary counter.
+template <class Stack = ArrayStack>
 class DyadicAccumulator {
  public:
+  DyadicAccumulator() = default;
+  ASYNC_EMB_INLINE explicit DyadicAccumulator(Stack stack) : stack_(stack) {}
+
   ASYNC_EMB_INLINE void push(float sum, int level) {
-    while (depth_ > 0 && level_[depth_ - 1] == level) {
-      sum = sum_[--depth_] + sum;
-      ++level;
+    // A block starts where the values so far end, so no level below its own is waiting.
+    for (; (waiting_ >> level) % 2 != 0; ++level) {
+      sum = stack_.get(--depth_) + sum;
+      waiting_ ^= std::uint64_t{1} << level;
     }
-    sum_[depth_] = sum;
-    level_[depth_] = static_cast<std::int8_t>(level);
+    stack_.set(depth_, sum);
+    waiting_ |= std::uint64_t{1} << level;
     ++depth_;
   }
 
   // The sum of the whole tree; what is missing on the right is +0. No blocks give +0.
   ASYNC_EMB_INLINE float root() const {
     if (depth_ == 0) return 0.0f;
-    float sum = sum_[depth_ - 1];
-    for (int i = depth_ - 2; i >= 0; --i) sum = sum_[i] + sum;
+    float sum = stack_.get(depth_ - 1);
+    for (int i = depth_ - 2; i >= 0; --i) sum = stack_.get(i) + sum;
     return sum;
   }
 
  private:
-  float sum_[64];  // levels on the stack fall strictly, so there are never more than levels exist
-  std::int8_t level_[64];
+  Stack stack_;
+  std::uint64_t waiting_ = 0;  // bit l: a sum of level l is on the stack
   int depth_ = 0;
 };
 
@@ -75,7 +121,7 @@ ASYNC_EMB_INLINE float fold(const float* values) {
     return values[0];
   } else {
     float halves[kSize / 2];
-    for (int i = 0; i < kSize / 2; ++i) halves[i] = values[2 * i] + values[2 * i + 1];
+    ASYNC_EMB_UNROLL for (int i = 0; i < kSize / 2; ++i) halves[i] = values[2 * i] + values[2 * i + 1];
     return fold<kSize / 2>(halves);
   }
 }
@@ -85,13 +131,13 @@ ASYNC_EMB_INLINE float fold(const float* values) {
 template <class Lanes, int kPerLane, bool kSquares>
 ASYNC_EMB_INLINE float tile_root(Lanes lanes, const float* values, int size) {
   float mine[kPerLane];
-  for (int j = 0; j < kPerLane; ++j) {
+  ASYNC_EMB_UNROLL for (int j = 0; j < kPerLane; ++j) {
     const int i = j * Lanes::kCount + lanes.index();
     const float value = Lanes::kCount == 1 || i < size ? values[i] : 0.0f;
     mine[j] = kSquares ? value * value : value;
   }
-  for (int mask = 1; mask < Lanes::kCount; mask *= 2) {
-    for (int j = 0; j < kPerLane; ++j) mine[j] += lanes.exchange(mine[j], mask);
+  ASYNC_EMB_UNROLL for (int mask = 1; mask < Lanes::kCount; mask *= 2) {
+    ASYNC_EMB_UNROLL for (int j = 0; j < kPerLane; ++j) mine[j] += lanes.exchange(mine[j], mask);
   }
   return fold<kPerLane>(mine);
 }
@@ -127,7 +173,8 @@ ASYNC_EMB_INLINE float block_root(Lanes lanes, const float* values, int level) {
   }
   constexpr int kPerLane = Lanes::kCount == 1 ? 128 : 4;
   constexpr int kTile = kPerLane * Lanes::kCount;
-  DyadicAccumulator tree;
+  using Stack = std::conditional_t<(Lanes::kCount >= 32), LaneStack<Lanes>, ArrayStack>;
+  DyadicAccumulator<Stack> tree{Stack(lanes)};
   for (std::int64_t i = 0; i < std::int64_t{1} << level; i += kTile) {
     tree.push(tile_root<Lanes, kPerLane, kSquares>(lanes, values + i, kTile), 0);
   }
@@ -138,7 +185,7 @@ ASYNC_EMB_INLINE float block_root(Lanes lanes, const float* values, int level) {
 template <class Lanes>
 ASYNC_EMB_FN float dyadic_sum(Lanes lanes, const float* values, std::int64_t count) {
   constexpr int kTileLevel = 7;
-  DyadicAccumulator tree;
+  DyadicAccumulator<> tree;
   std::int64_t i = 0;
   for (; i + (1 << kTileLevel) <= count; i += 1 << kTileLevel) {
     tree.push(block_root<Lanes, false>(lanes, values + i, kTileLevel), kTileLevel);

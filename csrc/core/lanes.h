@@ -20,6 +20,12 @@ struct OneLane {
   // The value that lane `index() ^ mask` passes to this same call.
   ASYNC_EMB_INLINE float exchange(float value, int) const { return value; }
 
+  // The value that lane `lane` passes to this same call; for 32 lanes or more.
+  ASYNC_EMB_INLINE float broadcast(float value, int) const { return value; }
+
+  // Bit k: what lane k passes to this same call. For 32 lanes or fewer.
+  ASYNC_EMB_INLINE std::uint32_t ballot(bool value) const { return value ? 1u : 0u; }
+
   // Sum over lanes, in every lane.
   ASYNC_EMB_INLINE std::uint32_t sum(std::uint32_t value) const { return value; }
 

@@ -12,12 +12,23 @@
 
 #define ASYNC_EMB_RESTRICT __restrict__
 
+// Before a loop whose arrays must live in registers: on a GPU only an unrolled loop lets them.
+#if defined(__CUDA_ARCH__)
+#define ASYNC_EMB_UNROLL _Pragma("unroll")
+#else
+#define ASYNC_EMB_UNROLL
+#endif
+
 // Core's functions live in an inline namespace that is named after the instruction set of the file that includes them.
 // Without it the linker would merge inline functions compiled for different instruction sets, and a plain machine could
 // end up with the AVX-512 copy. A file that compiles kernels for another target defines the name before it includes
 // anything of core.
 #if !defined(ASYNC_EMB_ISA)
+#if defined(__CUDACC__)
+#define ASYNC_EMB_ISA isa_cuda
+#else
 #define ASYNC_EMB_ISA isa_baseline
+#endif
 #endif
 
 // Asks for the cache line at `address`, which may be anywhere: a prefetch never faults.

@@ -89,9 +89,24 @@ ASYNC_EMB_INLINE void sum_squares(Lanes lanes, const float* sums, const std::int
   }
 }
 
+// The same for columns [column_begin, column_begin + width), with no need of an array of levels.
+template <class Lanes>
+ASYNC_EMB_INLINE void sum_row_squares(Lanes lanes, const float* sums, std::int64_t column_begin, std::int64_t width,
+                                      float* subtree_sums) {
+  const std::int64_t end = column_begin + width;
+  while (column_begin < end) {
+    const int level = subtree_level(column_begin, end);
+    const float root = canonical(block_root<Lanes, true>(lanes, sums, level));
+    if (lanes.index() == 0) *subtree_sums = root;
+    ++subtree_sums;
+    sums += std::int64_t{1} << level;
+    column_begin += std::int64_t{1} << level;
+  }
+}
+
 // The row statistic from the sums of all subtrees of a whole row, in column order.
 ASYNC_EMB_FN float finish_tree(const float* subtree_sums, const std::int8_t* levels, std::int64_t count) {
-  DyadicAccumulator tree;
+  DyadicAccumulator<> tree;
   for (std::int64_t k = 0; k < count; ++k) tree.push(subtree_sums[k], levels[k]);
   return canonical(tree.root());
 }

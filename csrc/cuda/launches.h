@@ -65,7 +65,7 @@ struct IdFinding {
 struct BatchCounts {
   std::int32_t distinct = 0;
   std::int32_t kept = 0;     // min(distinct, limit)
-  std::int32_t trained = 0;  // tokens with a row, of any kept or dropped id
+  std::int32_t trained = 0;  // tokens with a kept id
 };
 
 // Numbers of an update's rule, as the step's operands brought them.
@@ -83,7 +83,7 @@ struct RuleNumbers {
 struct Outcome {
   float norm = 0;
   std::int32_t valid = 0;    // the update is applied
-  std::int32_t pending = 0;  // every rank said so
+  std::int32_t pending = 0;  // an update was staged, applied or not
   float clip = 1;
 };
 
@@ -197,7 +197,7 @@ struct TakePending {
   std::int32_t* pending = nullptr;
 };
 
-// The operands of an update start; a null pointer leaves its number as RuleNumbers has it.
+// The operands of an update start; where a pointer is null, its number is the default of RuleNumbers.
 struct TakeNumbers {
   const float* learning_rate = nullptr;
   const float* eps = nullptr;
@@ -227,7 +227,8 @@ struct SegmentSum {
   std::int64_t max_tokens = 0;
   float* sums = nullptr;          // row u at u * width
   float* subtree_sums = nullptr;  // row u at u * subtrees of this shard
-  void* workspace = nullptr;      // [segment_sum_workspace(max_tokens, width)] bytes: block sums of long segments
+  // [segment_sum_workspace(max_tokens, width)] bytes, at a multiple of 256: block sums of long segments.
+  void* workspace = nullptr;
   std::int64_t workspace_bytes = 0;
   const std::int32_t* skip = nullptr;
 };
@@ -249,7 +250,7 @@ struct Decide {
   const float* statistics = nullptr;
   const BatchCounts* counts = nullptr;
   std::int64_t max_segments = 0;
-  void* workspace = nullptr;  // [decide_workspace(max_segments)] bytes
+  void* workspace = nullptr;  // [decide_workspace(max_segments)] bytes, at a multiple of 4
   std::int64_t workspace_bytes = 0;
   const std::int32_t* pending[kMaxRanks] = {};
   int num_ranks = 0;
@@ -311,7 +312,7 @@ struct Launches {
   void (*write_positions)(std::int32_t* out, std::int64_t count, Stream);
   // Loads every kernel, so that the first step does not; runs nothing.
   void (*warm_up)();
-  // Bytes of workspace; pure functions of their arguments.
+  // Bytes of workspace. That of unique_ids depends on the current device too, and a smaller count needs no more.
   std::int64_t (*unique_ids_workspace)(std::int64_t count);
   std::int64_t (*segment_sum_workspace)(std::int64_t max_tokens, std::int64_t width);
   std::int64_t (*decide_workspace)(std::int64_t max_segments);
