@@ -9,8 +9,14 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+# A torch with CUDA: 6 GB, for checks that need no GPU.
+CUDA_VENV ?= .venv-cuda
+CUDA_RUN := $(CUDA_VENV)/bin/python
+# An interpreter that somebody names has its own torch.
+NAMED_PYTHON := $(filter command environment,$(firstword $(origin PYTHON)))
+
 # What the native module is made of; pip runs ninja, which compiles only what has changed.
-NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build_config.py $(shell find csrc -type f)
+NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build_config.py torch_ext/cuda_toolkit.py $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_DIRS := setup.py torch_ext jax_bridge tests examples benchmarks
 
@@ -22,13 +28,14 @@ NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
 
 .PHONY: help build test asan-test lint format native-test native-test-asan native-test-tsan train clean
+.PHONY: cuda-check cuda-check-all gpu-test
 
 help: ## Show the targets
 	@sed -n -E 's/^([a-z.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
 		printf '  make %-18s %s\n' "$$target" "$$text"; done
 	@echo
 	@echo '  TEST_ARGS="-k layers"  more arguments for pytest     NATIVE_TEST_ARGS="-R arena"  for ctest'
-	@echo '  TRAIN_ARGS="train --help"  for the example           PYTHON=python3.12  for .venv'
+	@echo '  TRAIN_ARGS="train --help"  for the example           PYTHON=python3.12  for .venv, and for gpu-test'
 
 $(VENV): $(VENV)/.ready ## Make .venv with the tested versions of torch and jax
 
@@ -83,9 +90,27 @@ build/native-test/run build/native-test-asan/run build/native-test-tsan/run: $(V
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
 
+# The compiled versions stay apart from those of .venv: nothing here touches torch_ext/_C.*.so.
+$(CUDA_VENV)/.ready: constraints.txt
+	@[[ -n '$(PYTHON)' ]] || { echo 'no Python 3.11 or later found: name one with PYTHON=...' >&2; exit 1; }
+	$(PYTHON) -m venv $(CUDA_VENV)
+	sed 's/^torch==.*/torch==2.14.1/' constraints.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_RUN) -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-compile \
+		-c $(CUDA_VENV)/constraints.txt torch jax numpy setuptools ninja
+	@touch $@
+
+cuda-check: $(CUDA_VENV)/.ready ## Compile with CUDA for one architecture and read the machine code; needs no GPU
+	PYTHON=$(CUDA_RUN) tests/cuda/check.sh 9.0
+
+cuda-check-all: $(CUDA_VENV)/.ready ## The same for all architectures of the default list
+	PYTHON=$(CUDA_RUN) tests/cuda/check.sh
+
+gpu-test: $(if $(NAMED_PYTHON),,build) ## Run the GPU suite; PYTHON=python3 uses the torch and jax of that interpreter
+	PYTHON=$(if $(NAMED_PYTHON),$(PYTHON),$(RUN)) tests/gpu/run.sh $(TEST_ARGS)
+
 train: build $(VENV)/.movielens ## Train the two-tower example
 	$(RUN) -m examples.two_tower $(TRAIN_ARGS)
 
 clean: ## Remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

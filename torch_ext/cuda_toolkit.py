@@ -144,8 +144,12 @@ def find_toolkit(torch_version: str, torch_cuda: str, environ: Mapping[str, str]
 
 def nvcc_command(torch_cuda: str) -> str:
     """How to get an nvcc for torch's CUDA without a toolkit of the system."""
-    packages = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl")
-    return "python -m pip install " + " ".join(f'"{name}=={torch_cuda}.*"' for name in packages)
+    return "python -m pip install " + " ".join(f'"{package}"' for package in nvcc_packages(torch_cuda))
+
+
+def nvcc_packages(torch_cuda: str) -> list[str]:
+    """The packages that bring nvcc, the parts that it calls, and CUB. The rest of a toolkit comes with torch."""
+    return [f"nvidia-{name}=={torch_cuda}.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl")]
 
 
 def nvidia_packages(torch_cuda: str) -> tuple[Path, ...]:
@@ -279,14 +283,21 @@ def _known_architectures(toolkit: Toolkit) -> list[str]:
 
 
 def _main(arguments: list[str]) -> int:
-    if len(arguments) != 2:
-        print("usage: cuda_toolkit.py TORCH_VERSION CUDA_OF_TORCH, to see which toolkit fits", file=sys.stderr)
-        return 2
-    try:
-        print(find_toolkit(arguments[0], arguments[1], os.environ).home)
-    except CudaError as error:
-        print(error, file=sys.stderr)
-        return 1
+    match arguments:
+        case ["home", torch_version, torch_cuda]:
+            try:
+                print(find_toolkit(torch_version, torch_cuda, os.environ).home)
+            except CudaError as error:
+                print(error, file=sys.stderr)
+                return 1
+        case ["packages", torch_cuda]:
+            print(*nvcc_packages(torch_cuda))
+        case ["architectures"]:
+            print(*DEFAULT_ARCHITECTURES.replace("+PTX", "").split(";"))
+        case _:
+            usage = "cuda_toolkit.py {home TORCH_VERSION CUDA_OF_TORCH | packages CUDA_OF_TORCH | architectures}"
+            print(f"usage: {usage}", file=sys.stderr)
+            return 2
     return 0
 
 
