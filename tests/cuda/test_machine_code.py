@@ -151,7 +151,7 @@ def test_names_are_shortened(name, short):
 
 # ---- rules
 
-RULES = (Rule("Gather", registers=32, wide="<16>"), Rule("Update", registers=64))
+RULES = (Rule("lookup", "Gather<", registers=32, wide="<16>"), Rule("update", "Update<", registers=64))
 
 
 def gather(**changes: object) -> Kernel:
@@ -250,9 +250,9 @@ def test_kernels_of_libraries_are_not_judged():
 
 
 def test_a_rule_without_a_kernel_is_named():
-    assert problems(gather()) == ["no kernel has the body Update: correct RULES"]
+    assert problems(gather()) == ["no kernel is of the kind 'update': correct RULES"]
     assert problems(gather(name="run<Gather<8> >"), update()) == [
-        "no kernel of the body Gather matches '<16>': correct RULES"
+        "no kernel of the kind 'lookup' matches '<16>': correct RULES"
     ]
 
 
@@ -275,5 +275,5 @@ def test_a_function_that_is_called_is_named():
 
 def test_the_table_shows_extremes():
     text = kernel_rules.table(Listing([gather(), gather(registers=30), update()], []), RULES)
-    (line,) = (line for line in text.splitlines() if line.startswith("Gather"))
-    assert line.split() == ["Gather", "sm_90", "2", "30", "<=", "32", "0", "0", "0", "4", "4", "0"]
+    (line,) = (line for line in text.splitlines() if line.startswith("lookup"))
+    assert line.split() == ["lookup", "sm_90", "2", "30", "<=", "32", "0", "0", "0", "4", "4", "0"]
