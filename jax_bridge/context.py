@@ -89,6 +89,7 @@ class AsyncEmbContextHandle:
             "name": self.name,
             "purpose": self.purpose,
             "group_size": self.group_size,
+            "platform": self.mesh.devices.flat[0].platform,
             "devices": self.flatten_replicas,
             "token_blocks": self.token_blocks,
             "tokens_per_rank": self.tokens_per_rank,

@@ -91,6 +91,16 @@ def lookup_now(token_ids: Any, table: Any, handle: AsyncEmbContextHandle) -> Any
     return _map(handle, per_shard, (token_spec(handle), table_spec(handle)), token_spec(handle))(token_ids, table)
 
 
+def settle(table: Any, after: Any, handle: AsyncEmbContextHandle) -> Any:
+    """``ops.settle`` on a global table; ``after`` is a gate or pin."""
+    return _map(
+        handle,
+        lambda table, after: ops.settle(table, after, handle),
+        (table_spec(handle), token_spec(handle)),
+        table_spec(handle),
+    )(table, after)
+
+
 def stage_update(grads: Any, pending: Any, gate: Any, handle: AsyncEmbContextHandle) -> Any:
     """``ops.stage_update`` on global arrays: grads as ``lookup_done`` gives rows. Returns a pin."""
 

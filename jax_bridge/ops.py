@@ -49,7 +49,6 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
     _require(handle, "token_ids", token_ids, dtypes=(np.int32, np.int64), elements=handle.tokens_per_rank)
     _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
     gate = _gate(handle, gate)
-    context = {"context_id": np.int64(handle.context_id)}
     pin, table = call(
         "async_emb_lookup_begin",
         "lookup_start",
@@ -57,7 +56,7 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
         [_PIN, shape_of(table)],
         axes=handle.table_axis,
         aliases={1: 1},
-        attrs=context,
+        attrs=_context(handle),
     )
     (table,) = call(
         "async_emb_lookup_lease",
@@ -66,7 +65,7 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
         [shape_of(table)],
         axes=handle.table_axis,
         aliases={0: 0},
-        attrs=context,
+        attrs=_context(handle),
     )
     return table, pin
 
@@ -242,6 +241,31 @@ def rowwise_adagrad_update_done(gate: Any, handle: AsyncEmbContextHandle) -> tup
         attrs=_context(handle),
     )
     return norm, valid, pending, pin
+
+
+def settle(table: Any, after: Any, handle: AsyncEmbContextHandle) -> Any:
+    """``table`` at rest: what uses it from here on comes after all work that its starts have begun.
+
+    For a table that leaves a compiled step while a lookup is under way, at the end of the step. On CPU its lease has
+    ended by then; on a GPU this is where the stream waits for the side stream.
+
+    Args:
+        table: as the last start returned it.
+        after: what comes first, so that the wait hides behind it: an array of any shape, a pin for example.
+        handle: the handle.
+    """
+    open_context(handle)
+    _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
+    (table,) = call(
+        "async_emb_settle",
+        "settle",
+        [table, lax.stop_gradient(after)],
+        [shape_of(table)],
+        axes=handle.table_axis,
+        aliases={0: 0},
+        attrs=_context(handle),
+    )
+    return table
 
 
 def _update_start(

@@ -33,8 +33,10 @@ def native() -> Any:
     torch_ext.require_ffi_api(torch_ext.build_info()["ffi_api"], (major, minor))
 
     module: Any = torch_ext.native()
-    for name, handler in module.ffi_targets().items():
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    platforms = ["cpu", "CUDA"] if torch_ext.build_info().get("cuda") else ["cpu"]
+    for platform in platforms:
+        for name, handler in module.ffi_targets(platform).items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
     return module
 
 
@@ -57,12 +59,13 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
     """Opens the native context of a handle in this process; does nothing where it is open already.
 
     Raises:
-        ContextError: a device of the mesh is not a CPU device of this process, or the name is taken by another context.
+        ContextError: the native module has no kernels for a device of the mesh, the device is another process's, or
+            the name is taken by another context.
     """
     module = native()
     if module.is_open(handle.context_id):
         return
-    _require_local_cpu_devices(handle)
+    gpus = _local_gpus(handle)
     try:
         module.open_context(
             {
@@ -71,6 +74,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "name": handle.name,
                 "group_size": handle.group_size,
                 "devices": list(handle.flatten_replicas),
+                "gpus": [gpus[device] for device in handle.flatten_replicas] if gpus else [],
                 "token_blocks": list(handle.token_blocks),
                 "tokens_per_rank": handle.tokens_per_rank,
                 "emb_width": handle.emb_width,
@@ -196,16 +200,31 @@ def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError
     return error
 
 
-def _require_local_cpu_devices(handle: AsyncEmbContextHandle) -> None:
+def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
+    """The numbers that this process gives to the GPUs of the mesh, by device id; empty where the mesh is of CPU
+    devices. Raises where the native module has no kernels for a device, or the device is another process's."""
+    numbers = {}
     for device in handle.mesh.devices.flat:
-        if device.platform != "cpu":
+        where = f"async_emb context {handle.name!r}: device {device} of the mesh"
+        if device.platform not in ("cpu", "gpu"):
             raise ContextError(
-                f"async_emb context {handle.name!r}: device {device} of the mesh is a {device.platform} device, but "
-                f"this build of the native module has kernels for cpu only"
+                f"{where} is a {device.platform} device, but the native module has kernels for cpu and gpu (CUDA) only"
             )
         if device.process_index != jax.process_index():
             raise ContextError(
-                f"async_emb context {handle.name!r}: device {device} of the mesh belongs to process "
-                f"{device.process_index}, but this is process {jax.process_index()}: tables over several processes are "
-                "not supported yet; make the mesh of one process's devices"
+                f"{where} belongs to process {device.process_index}, but this is process {jax.process_index()}: tables "
+                "over several processes are not supported yet; make the mesh of one process's devices"
             )
+        if device.platform == "gpu":
+            numbers[device.id] = device.local_hardware_id
+    if numbers:
+        import torch_ext
+
+        try:
+            torch_ext.require_cuda()
+        except ImportError as error:
+            refusal = ContextError(f"async_emb context {handle.name!r}: the mesh is of GPUs, but {error}")
+            for note in getattr(error, "__notes__", ()):
+                refusal.add_note(note)
+            raise refusal from None
+    return numbers

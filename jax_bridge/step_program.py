@@ -7,7 +7,7 @@ the loss (update_done after the forward), the loss's cotangent for the lookup st
 Staleness 1::
 
     lookup_done(k) -> update_start(k-1) -> forward -> update_done(k-1) -> lookup_start(k+1) -> backward
-                 -> stage_update(k)
+                 -> stage_update(k) -> settle
 
 Staleness 0::
 
@@ -112,10 +112,10 @@ class StepProgram:
 
         gradients, rows_gradient, loss, aux, gate = self._dense(state.params, rows, batch, gate, between)
         finite = _all_finite((loss, gradients, rows_gradient))
-        self._stage(rows_gradient, finite, gate)
+        gate = self._stage(rows_gradient, finite, gate)
         params, opt_state = self._update_dense(state, gradients, finite)
         metrics = {"loss": loss, "finite": finite, **reports, **({"aux": aux} if self.has_aux else {})}
-        return StepState(params, opt_state, tables, pins, state.step + 1), metrics
+        return StepState(params, opt_state, self.settle(tables, gate), pins, state.step + 1), metrics
 
     def arm(
         self, tables: Mapping[str, TableState], ids: Mapping[str, Any], gate: Any | None = None
@@ -128,6 +128,13 @@ class StepProgram:
             armed[name] = tables[name]._replace(weights=weights)
             pins[name] = gate
         return armed, pins, gate
+
+    def settle(self, tables: Mapping[str, TableState], gate: Any) -> dict[str, TableState]:
+        """The tables at rest, after ``gate``: for the end of a program that leaves lookups armed."""
+        return {
+            name: table._replace(weights=ops.settle(table.weights, gate, self.handles[name]))
+            for name, table in tables.items()
+        }
 
     def disarm(self, pins: Mapping[str, Any]) -> Any:
         """Consumes lookups that were armed, and drops their rows. Returns a gate."""
@@ -274,8 +281,14 @@ class Compiled:
             return
         self.step = jax.jit(program.stale, donate_argnums=(0,))
         take_tables = functools.partial(jax.jit, donate_argnums=(0,))
-        arm = take_tables(lambda tables, ids: program.arm(tables, ids)[:2])
-        rearm = take_tables(lambda tables, pins, ids: program.arm(tables, ids, program.disarm(pins))[:2])
+
+
+        def arm_and_settle(tables: Any, ids: Any, gate: Any = None) -> Any:
+            tables, pins, gate = program.arm(tables, ids, gate)
+            return program.settle(tables, gate), pins
+
+        arm = take_tables(arm_and_settle)
+        rearm = take_tables(lambda tables, pins, ids: arm_and_settle(tables, ids, program.disarm(pins)))
         apply = take_tables(lambda tables, step: program.apply_staged(tables, step - 1))
         flush = take_tables(lambda tables, pins, step: program.apply_staged(tables, step - 1, program.disarm(pins)))
         self.arm = lambda state, ids: arm(state.tables, ids)

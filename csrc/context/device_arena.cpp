@@ -33,10 +33,17 @@ DeviceArena::DeviceArena(const ContextSpec& spec, const core::ColumnLayout& layo
 
   rows = {device, block};
   counters = {device, 1};
-  finding = {device, 1};
+  const cuda::IdFinding none;
+  for (auto* finding : {&bad_id, &too_many}) {
+    *finding = {device, 1};
+    device.write(finding->get(), &none, sizeof(none));
+  }
   first_differing = {device, 1};
   for (auto& skip : round_skip) skip = {device, 1};
   for (auto& skip : done_skip) skip = {device, 1};
+  always = {device, 1};
+  const std::int32_t one = 1;
+  device.write(always.get(), &one, sizeof(one));
 
   const std::size_t group_size = static_cast<std::size_t>(spec.group_size);
   rows_inbox.resize(group_size);

@@ -37,10 +37,12 @@ struct DeviceArena {
   cuda::DeviceArray<cuda::Outcome> outcome;
 
   cuda::DeviceArray<cuda::Counters> counters;
-  cuda::DeviceArray<cuda::IdFinding> finding;
+  // Of ids, noted on XLA's stream, and of too many distinct ones, noted on the side stream.
+  cuda::DeviceArray<cuda::IdFinding> bad_id, too_many;
   cuda::DeviceArray<std::int64_t> first_differing;
   // Whether the work of a round, and the results of a done, are void: one of each for lookups and for updates.
   std::array<cuda::DeviceArray<std::int32_t>, 2> round_skip, done_skip;
+  cuda::DeviceArray<std::int32_t> always;  // 1: for a done that the host refuses
 
   // For peers whose memory this device cannot read: what they send, by rank; empty where it is not needed.
   std::vector<cuda::DeviceArray<char>> rows_inbox;     // [tokens_per_rank, shard_width]

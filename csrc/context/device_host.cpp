@@ -104,21 +104,24 @@ std::optional<IdProblem> DevicePipeline::take_id_problem() {
   Lock lock(mutex_);
   std::optional<IdProblem> first;
   for (auto& rank : ranks_) {
-    cuda::IdFinding finding;
     const auto guard = rank->device.activate();
-    rank->device.read(&finding, rank->arena.finding.get(), sizeof(finding));
-    if (finding.step == 0) continue;
-    const cuda::IdFinding none;
-    rank->device.write(rank->arena.finding.get(), &none, sizeof(none));
-    const IdProblem problem{.step = finding.step,
-                            .position = finding.position,
-                            .id = finding.id,
-                            .rows = rank->batches.empty() ? 0 : rank->batches.front()->rows,
-                            .too_many_unique = finding.distinct > 0,
-                            .unique = finding.distinct};
-    const bool earlier = !first || problem.step < first->step ||
-                         (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
-    if (earlier) first = problem;
+    for (cuda::IdFinding* found : {rank->arena.bad_id.get(), rank->arena.too_many.get()}) {
+      cuda::IdFinding finding;
+      rank->device.read(&finding, found, sizeof(finding));
+      if (finding.step == 0) continue;
+      const cuda::IdFinding none;
+      rank->device.write(found, &none, sizeof(none));
+      const IdProblem problem{.step = finding.step,
+                              .position = finding.position,
+                              .id = finding.id,
+                              .rows = rank->batches.empty() ? 0 : rank->batches.front()->rows,
+                              .too_many_unique = finding.distinct > 0,
+                              .unique = finding.distinct};
+      const bool earlier =
+          !first || problem.step < first->step ||
+          (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
+      if (earlier) first = problem;
+    }
   }
   return first;
 }

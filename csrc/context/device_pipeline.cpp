@@ -75,7 +75,7 @@ void DevicePipeline::release(Rank& rank, int& batch) {
 }
 
 void DevicePipeline::write_pin(Rank& rank, std::int64_t step, float* pin, cuda::Stream stream) {
-  rank.device.launches().write_pin(pin_of(step), pin, stream);
+  if (pin != nullptr) rank.device.launches().write_pin(pin_of(step), pin, stream);
 }
 
 DevicePipeline::Round& DevicePipeline::open(int channel, std::int64_t step, int rank) {
@@ -126,7 +126,7 @@ void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor&
   job.padding_id = spec_.padding_id;
   job.out = batch.ids.get();
   job.counters = me.arena.counters.get();
-  job.finding = me.arena.finding.get();
+  job.finding = me.arena.bad_id.get();
   job.report_bad = spec_.id_policy == core::IdPolicy::kError;
   job.step = step;
   job.first_position = spec_.token_blocks[static_cast<std::size_t>(rank)] * spec_.tokens_per_rank;
@@ -155,11 +155,13 @@ void DevicePipeline::lookup_done(int rank, const float* pin, const DLTensor* ids
     await_peers(lock, round);
   }
   cuda::DeliverRows deliver;
+  deliver.rows = me.arena.rows.get();
   deliver.out = data_of(rows);
   deliver.count = spec_.tokens_per_rank * spec_.emb_width;
   deliver.dtype = spec_.dtype;
   if (refused || round.is_void) {
-    me.device.launches().deliver_rows(deliver, stream);  // no rows: NaN
+    deliver.skip = me.arena.always.get();
+    me.device.launches().deliver_rows(deliver, stream);
   } else {
     me.dones[me.next_done++ % me.dones.size()] = {me.calls, step};
     const DeviceBatch& batch = *me.batches[static_cast<std::size_t>(me.armed_batch)];
@@ -179,10 +181,9 @@ void DevicePipeline::lookup_done(int rank, const float* pin, const DLTensor* ids
     check.call = me.calls;
     check.refusal = me.refusal.get();
     check.first_differing = me.arena.first_differing.get();
-    me.device.launches().check_lookup(check, stream);
+    if (pin != nullptr) me.device.launches().check_lookup(check, stream);
     me.device.wait(stream, me.closed(kLookup));
     look_for_refusals(kLookup, rank, stream);
-    deliver.rows = me.arena.rows.get();
     deliver.skip = me.arena.done_skip[kLookup].get();
     me.device.launches().deliver_rows(deliver, stream);
   }
@@ -228,7 +229,7 @@ void DevicePipeline::stage_update(int rank, const DLTensor& grads, const DLTenso
     job.padding_id = spec_.padding_id;
     job.out = given.ids.get();
     job.counters = me.arena.counters.get();
-    job.finding = me.arena.finding.get();
+    job.finding = me.arena.bad_id.get();
     job.report_bad = spec_.id_policy == core::IdPolicy::kError;
     job.step = step;
     job.first_position = spec_.token_blocks[static_cast<std::size_t>(rank)] * spec_.tokens_per_rank;

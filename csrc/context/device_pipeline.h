@@ -38,7 +38,8 @@ class DevicePipeline : public GroupPipeline {
   DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus);
   ~DevicePipeline() override;
 
-  // The ordered calls of one rank, on XLA's stream of its device. Tensors and outputs are in device memory.
+  // The ordered calls of one rank, on XLA's stream of its device. Tensors and outputs are in device memory. A lookup
+  // whose start and done are one call has no pin, which then is null.
   void lookup_begin(int rank, const DLTensor& ids, const DLTensor& table, float* pin, cuda::Stream stream);
   void lookup_done(int rank, const float* pin, const DLTensor* ids, const DLTensor& rows, cuda::Stream stream);
   void stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens,

@@ -195,7 +195,7 @@ void DevicePipeline::sum(Round& round, int rank) {
   unique.counts = me.arena.counts.get();
   unique.workspace = me.arena.sort_workspace.get();
   unique.workspace_bytes = me.arena.sort_workspace.bytes();
-  unique.finding = rank == 0 ? me.arena.finding.get() : nullptr;
+  unique.finding = rank == 0 ? me.arena.too_many.get() : nullptr;
   unique.step = round.step;
   launches.unique_ids(unique, side);
 

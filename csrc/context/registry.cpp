@@ -29,6 +29,7 @@ struct Registry {
   std::shared_mutex mutex;
   std::unordered_map<std::int64_t, Entry> open;
   std::unordered_map<std::int64_t, Closed> closed;
+  GpuSource gpus;
 };
 
 Registry& registry() {
@@ -54,12 +55,28 @@ Entry& entry_of(std::int64_t id) {
 
 }  // namespace
 
+void set_gpu_source(GpuSource source) {
+  std::unique_lock lock(registry().mutex);
+  registry().gpus = std::move(source);
+}
+
+// With the registry's lock held.
 Context::Context(const ContextSpec& spec, Executor& executor) {
   const std::size_t size = static_cast<std::size_t>(spec.group_size);
+  if (!spec.gpus.empty() && !registry().gpus) {
+    throw Error(FailureKind::kInvalidArgument,
+                "async_emb context '" + spec.name + "' is on GPUs, but the native module was built without CUDA");
+  }
   for (std::size_t first = 0; first < spec.devices.size(); first += size) {
     std::vector<std::int64_t> devices(spec.devices.begin() + first, spec.devices.begin() + first + size);
-    groups_.push_back(std::make_shared<Pipeline>(spec, std::move(devices),
-                                                 std::make_unique<comm::InProcess>(spec.group_size), executor));
+    if (spec.gpus.empty()) {
+      groups_.push_back(std::make_shared<Pipeline>(spec, std::move(devices),
+                                                   std::make_unique<comm::InProcess>(spec.group_size), executor));
+      continue;
+    }
+    std::vector<cuda::Device*> gpus;
+    for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&registry().gpus(spec.gpus[i]));
+    groups_.push_back(std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus)));
   }
 }
 
@@ -83,8 +100,10 @@ void open_context(const ContextSpec& spec) {
   Entry entry;
   entry.context = std::make_shared<Context>(spec, Executor::shared());
   for (std::size_t i = 0; i < spec.devices.size(); ++i) {
-    entry.members[spec.devices[i]] = {entry.context->groups()[i / spec.group_size],
-                                      static_cast<int>(i % spec.group_size)};
+    const std::shared_ptr<GroupPipeline>& group = entry.context->groups()[i / spec.group_size];
+    entry.members[spec.gpus.empty() ? spec.devices[i] : spec.gpus[i]] = {
+        std::dynamic_pointer_cast<Pipeline>(group), std::dynamic_pointer_cast<DevicePipeline>(group),
+        static_cast<int>(i % spec.group_size)};
   }
   for (const auto& group : entry.context->groups()) watch(group);
   if (auto closed = all.closed.extract(spec.id)) entry.earlier_runs = std::move(closed.mapped().runs);

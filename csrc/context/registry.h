@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "context/device_pipeline.h"
 #include "context/pipeline.h"
 #include "context/spec.h"
 
@@ -17,17 +19,23 @@ class Context {
   Context(const ContextSpec& spec, Executor& executor);
 
   const ContextSpec& spec() const { return groups_.front()->spec(); }
-  const std::vector<std::shared_ptr<Pipeline>>& groups() const { return groups_; }
+  const std::vector<std::shared_ptr<GroupPipeline>>& groups() const { return groups_; }
 
  private:
-  std::vector<std::shared_ptr<Pipeline>> groups_;
+  std::vector<std::shared_ptr<GroupPipeline>> groups_;
 };
 
-// What a call needs: its pipeline and its rank there.
+// What a call needs: its pipeline, one of the two, and its rank there.
 struct Member {
   std::shared_ptr<Pipeline> pipeline;
+  std::shared_ptr<DevicePipeline> device_pipeline;
   int rank = 0;
 };
+
+// Where contexts on GPUs get them from, by ordinal. A build with CUDA names its own source; without one such contexts
+// are refused.
+using GpuSource = std::function<cuda::Device&(int ordinal)>;
+void set_gpu_source(GpuSource source);
 
 // Opens a context, or does nothing where the same one is open. A different key under the same id is refused.
 void open_context(const ContextSpec& spec);
@@ -38,6 +46,8 @@ std::shared_ptr<Context> find_context(std::int64_t id);
 
 // The member for a call of one run of a program. Where a program fails on one rank, its calls on other ranks may still
 // come when the context was closed and opened again: calls of a run that the closed context has seen are refused.
+//
+// `device` is XLA's ordinal: a device id on CPU, the GPU's number in this process on CUDA.
 Member find_member(std::int64_t id, std::int64_t device, std::int64_t run);
 
 // Ends every wait with `reason`; the context stays known and refuses every call until it is closed.

@@ -23,7 +23,12 @@ struct Caller {
   std::int32_t device = 0;
   std::int64_t run = 0;
 
-  context::Member of(std::int64_t context_id) const { return context::find_member(context_id, device, run); }
+  context::Member of(std::int64_t context_id) const {
+    context::Member member = context::find_member(context_id, device, run);
+    if (member.pipeline) return member;
+    throw context::Error(context::FailureKind::kInvalidArgument,
+                         "async_emb: a step runs on CPU devices, but its context was opened for GPUs");
+  }
 };
 
 DLDataType dlpack_type(ffi::DataType type);

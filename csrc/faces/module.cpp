@@ -27,6 +27,11 @@ py::dict build_info() {
   info["jaxlib"] = ASYNC_EMB_JAXLIB_VERSION;
   info["ffi_api"] = std::to_string(XLA_FFI_API_MAJOR) + "." + std::to_string(XLA_FFI_API_MINOR);
   info["compiler"] = __VERSION__;
+#if defined(ASYNC_EMB_WITH_CUDA)
+  info["cuda"] = ASYNC_EMB_CUDA_VERSION;
+#elif defined(ASYNC_EMB_CUDA_REASON)
+  info["cuda_reason"] = ASYNC_EMB_CUDA_REASON;
+#endif
   return info;
 }
 
@@ -51,6 +56,7 @@ void open(const py::dict& fields) {
   spec.name = fields["name"].cast<std::string>();
   spec.group_size = fields["group_size"].cast<int>();
   spec.devices = fields["devices"].cast<std::vector<std::int64_t>>();
+  spec.gpus = fields["gpus"].cast<std::vector<int>>();
   spec.token_blocks = fields["token_blocks"].cast<std::vector<int>>();
   spec.tokens_per_rank = fields["tokens_per_rank"].cast<std::int64_t>();
   spec.emb_width = fields["emb_width"].cast<std::int64_t>();
@@ -63,6 +69,9 @@ void open(const py::dict& fields) {
   spec.lookup_only = fields["lookup_only"].cast<bool>();
   spec.timeout_seconds = fields["timeout_seconds"].cast<double>();
   py::gil_scoped_release unlocked;
+#if defined(ASYNC_EMB_WITH_CUDA)
+  context::set_gpu_source(cuda::device);
+#endif
   context::open_context(spec);
 }
 
@@ -152,10 +161,13 @@ py::list stop_timeline() {
   return events;
 }
 
-py::dict ffi_targets() {
+// Handlers by name, for one of XLA's platforms: "cpu", or "CUDA".
+py::dict ffi_targets(const std::string& platform) {
+  const bool on_cpu = platform == "cpu";
+  if (!on_cpu && platform != "CUDA") throw py::value_error("platform '" + platform + "' is not one of cpu, CUDA");
   py::dict targets;
   for (const Target& target : kTargets) {
-    targets[target.name] = py::capsule(reinterpret_cast<void*>(target.handler));
+    targets[target.name] = py::capsule(reinterpret_cast<void*>(on_cpu ? target.cpu : target.cuda));
   }
   return targets;
 }

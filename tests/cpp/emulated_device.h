@@ -24,6 +24,8 @@
 
 namespace async_emb::cuda {
 
+using async_emb::testing::emulated_launches;
+
 class EmulatedEvent {
  public:
   // The record that is made now; reached when the stream gets there.

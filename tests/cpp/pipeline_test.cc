@@ -270,7 +270,7 @@ TEST(Pipeline, GivesBackStagedGradientsAndTakesThem) {
   ASSERT_TRUE(refusal);
   EXPECT_NE(refusal->find("stage_update number 2 has no batch to belong to"), std::string::npos) << *refusal;
   first.run({{Op::kUpdateStart}, {Op::kUpdateDone}});
-  first.model.expect_shards(second.group);
+  first.model.expect_shards(second.group.shards);
 }
 
 TEST(Pipeline, RefusesToRestoreWhatDoesNotFit) {

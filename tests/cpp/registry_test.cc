@@ -98,6 +98,14 @@ TEST(Registry, OpensTheSameContextOnce) {
   close_context(105);
 }
 
+TEST(Registry, RefusesGpusWhereThereAreNone) {
+  ContextSpec spec = spec_with(115);
+  spec.gpus = {0, 1};
+  EXPECT_EQ(message_of([&] { open_context(spec); }, FailureKind::kInvalidArgument),
+            "async_emb context 'users' is on GPUs, but the native module was built without CUDA");
+  EXPECT_FALSE(is_open(115));
+}
+
 TEST(Registry, RefusesAnotherContextUnderTheSameId) {
   open_context(spec_with(106, "users"));
   const std::string message = message_of([] { open_context(spec_with(106, "items")); }, FailureKind::kInvalidArgument);
@@ -200,7 +208,7 @@ TEST(Registry, RemembersTheLatestRunsOfAContext) {
 
 TEST(Registry, FreesAClosedContext) {
   open_context(spec_with(111));
-  std::weak_ptr<Pipeline> weak = find_context(111)->groups().front();
+  std::weak_ptr<GroupPipeline> weak = find_context(111)->groups().front();
   look_up(111);
   close_context(111);
   const auto deadline = Clock::now() + std::chrono::seconds(20);
