@@ -41,7 +41,8 @@ inline constexpr std::uint16_t kLargestFloat16 = 0x7bffu;  // 65504
 template <int N>
 ASYNC_EMB_INLINE FloatPack<N> canonical(FloatPack<N> values) {
   if constexpr (kByValue<N>) {
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = canonical<1>(values[i]);
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = canonical<1>(values[i]);
     return values;
   } else {
     return values == values ? values : floats_of<N>(all<N>(kCanonicalNaN));
@@ -133,7 +134,8 @@ template <int N>
 ASYNC_EMB_INLINE FloatPack<N> float_of(HalvesPack<N> halves, BFloat16) {
   if constexpr (kByValue<N>) {
     FloatPack<N> values;
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = float_of_bfloat16<1>(halves[i]);
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = float_of_bfloat16<1>(halves[i]);
     return values;
   } else {
     return float_of_bfloat16<N>(widen<N>(halves));
@@ -146,7 +148,8 @@ ASYNC_EMB_INLINE FloatPack<N> float_of(HalvesPack<N> halves, Float16) {
 #endif
   if constexpr (kByValue<N>) {
     FloatPack<N> values;
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) values[i] = float_of_float16<1>(halves[i]);
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = float_of_float16<1>(halves[i]);
     return values;
   } else {
     return float_of_float16<N>(widen<N>(halves));
@@ -170,7 +173,8 @@ template <int N>
 ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, BFloat16* to, BitsPack<N>&) {
   if constexpr (kByValue<N>) {
     HalvesPack<N> halves;
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_bfloat16<1>(values[i]));
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_bfloat16<1>(values[i]));
     store_pack(halves, to);
   } else {
     store_pack(narrow<N>(nearest_bfloat16<N>(values)), to);
@@ -183,7 +187,8 @@ ASYNC_EMB_INLINE void store_nearest(FloatPack<N> values, Float16* to, BitsPack<N
 #endif
   if constexpr (kByValue<N>) {
     HalvesPack<N> halves;  // one counter for all: registers are dear where packs are arrays
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_float16<1>(values[i], saturated[0]));
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) halves[i] = narrow<1>(nearest_float16<1>(values[i], saturated[0]));
     store_pack(halves, to);
   } else {
     store_pack(narrow<N>(nearest_float16<N>(values, saturated)), to);
@@ -199,7 +204,8 @@ template <int N>
 ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, BFloat16* to, BitsPack<N>&) {
   if constexpr (kByValue<N>) {
     HalvesPack<N> halves;
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) {
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) {
       halves[i] = narrow<1>(stochastic_bfloat16<1>(values[i], random[i]));
     }
     store_pack(halves, to);
@@ -211,7 +217,8 @@ template <int N>
 ASYNC_EMB_INLINE void store_stochastic(FloatPack<N> values, BitsPack<N> random, Float16* to, BitsPack<N>& saturated) {
   if constexpr (kByValue<N>) {
     HalvesPack<N> halves;
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) {
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) {
       halves[i] = narrow<1>(stochastic_float16<1>(values[i], random[i], saturated[0]));
     }
     store_pack(halves, to);

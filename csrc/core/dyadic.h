@@ -121,7 +121,8 @@ ASYNC_EMB_INLINE float fold(const float* values) {
     return values[0];
   } else {
     float halves[kSize / 2];
-    ASYNC_EMB_UNROLL for (int i = 0; i < kSize / 2; ++i) halves[i] = values[2 * i] + values[2 * i + 1];
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < kSize / 2; ++i) halves[i] = values[2 * i] + values[2 * i + 1];
     return fold<kSize / 2>(halves);
   }
 }
@@ -131,13 +132,16 @@ ASYNC_EMB_INLINE float fold(const float* values) {
 template <class Lanes, int kPerLane, bool kSquares>
 ASYNC_EMB_INLINE float tile_root(Lanes lanes, const float* values, int size) {
   float mine[kPerLane];
-  ASYNC_EMB_UNROLL for (int j = 0; j < kPerLane; ++j) {
+  ASYNC_EMB_UNROLL
+  for (int j = 0; j < kPerLane; ++j) {
     const int i = j * Lanes::kCount + lanes.index();
     const float value = Lanes::kCount == 1 || i < size ? values[i] : 0.0f;
     mine[j] = kSquares ? value * value : value;
   }
-  ASYNC_EMB_UNROLL for (int mask = 1; mask < Lanes::kCount; mask *= 2) {
-    ASYNC_EMB_UNROLL for (int j = 0; j < kPerLane; ++j) mine[j] += lanes.exchange(mine[j], mask);
+  ASYNC_EMB_UNROLL
+  for (int mask = 1; mask < Lanes::kCount; mask *= 2) {
+    ASYNC_EMB_UNROLL
+    for (int j = 0; j < kPerLane; ++j) mine[j] += lanes.exchange(mine[j], mask);
   }
   return fold<kPerLane>(mine);
 }

@@ -20,7 +20,7 @@ struct OneLane {
   // The value that lane `index() ^ mask` passes to this same call.
   ASYNC_EMB_INLINE float exchange(float value, int) const { return value; }
 
-  // The value that lane `lane` passes to this same call; for 32 lanes or more.
+  // The value that lane `lane` passes to this same call.
   ASYNC_EMB_INLINE float broadcast(float value, int) const { return value; }
 
   // Bit k: what lane k passes to this same call. For 32 lanes or fewer.

@@ -39,15 +39,18 @@ struct alignas(N * sizeof(Value) < 16 ? N * sizeof(Value) : 16) ArrayPack {
   ASYNC_EMB_INLINE Value operator[](int i) const { return at[i]; }
 
   ASYNC_EMB_INLINE ArrayPack& operator+=(const ArrayPack& other) {
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) at[i] += other.at[i];
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) at[i] += other.at[i];
     return *this;
   }
   friend ASYNC_EMB_INLINE ArrayPack operator-(ArrayPack left, const ArrayPack& right) {
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) left.at[i] -= right.at[i];
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) left.at[i] -= right.at[i];
     return left;
   }
   friend ASYNC_EMB_INLINE ArrayPack operator*(ArrayPack left, Value right) {
-    ASYNC_EMB_UNROLL for (int i = 0; i < N; ++i) left.at[i] *= right;
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N; ++i) left.at[i] *= right;
     return left;
   }
 };
@@ -157,7 +160,8 @@ ASYNC_EMB_INLINE Pack load_pack(const void* from) {
       uint4 words[sizeof(Pack) / 16];
       Pack pack;
     } moved;
-    ASYNC_EMB_UNROLL for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
       moved.words[i] = static_cast<const uint4*>(from)[i];
     }
     return moved.pack;
@@ -181,17 +185,22 @@ ASYNC_EMB_INLINE Pack load_pack(const void* from) {
 template <class Pack>
 ASYNC_EMB_INLINE void store_pack(Pack pack, void* to) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(Pack) > 16) {
+  if constexpr (sizeof(Pack) % 16 == 0) {
+    // Written out, because the compiler takes some of these apart into four stores. Only global memory is stored to.
     union {
       Pack pack;
       uint4 words[sizeof(Pack) / 16];
     } moved;
     moved.pack = pack;
-    ASYNC_EMB_UNROLL for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
-      static_cast<uint4*>(to)[i] = moved.words[i];
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof(Pack) / 16); ++i) {
+      const uint4 word = moved.words[i];
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                   :
+                   : "l"(__cvta_generic_to_global(static_cast<uint4*>(to) + i)), "r"(word.x), "r"(word.y), "r"(word.z),
+                     "r"(word.w)
+                   : "memory");
     }
-  } else if constexpr (sizeof(Pack) == 16) {
-    *static_cast<uint4*>(to) = __builtin_bit_cast(uint4, pack);
   } else if constexpr (sizeof(Pack) == 8) {
     *static_cast<uint2*>(to) = __builtin_bit_cast(uint2, pack);
   } else {

@@ -13,6 +13,7 @@ struct OneLaneBody {
   static constexpr int kLanes = 1;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
 };
 
 struct LookForRefusals : OneLaneBody {
@@ -82,6 +83,7 @@ struct WritePositions {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "write_positions"; }
 
   std::int32_t* out;

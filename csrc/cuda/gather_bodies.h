@@ -53,6 +53,7 @@ struct GatherChunks {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 6;
   static constexpr int kInFlight = 4;
   static const char* name() { return "gather_rows"; }
 
@@ -65,30 +66,36 @@ struct GatherChunks {
     const auto total = static_cast<std::uint32_t>(job.count) * row_chunks.divisor;
     const auto step = static_cast<std::uint32_t>(share.lane_step(lanes));
     for (auto base = static_cast<std::uint32_t>(share.lane_first(lanes)); base < total; base += kInFlight * step) {
-      Chunk<kBytes> chunks[kInFlight];
-      unsigned char* to[kInFlight];
+      // All ids first, then all chunks: past the end the last chunk is read again, so that no load waits for a branch.
+      std::uint32_t rows[kInFlight];
+      std::uint32_t columns[kInFlight];
+      std::int32_t ids[kInFlight];
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
         const std::uint32_t n = base + static_cast<std::uint32_t>(k) * step;
-        to[k] = nullptr;
-        if (n >= total) continue;
-        const std::uint32_t row = quotient(row_chunks, n);
-        const std::uint32_t column = n - row * row_chunks.divisor;
-        const std::uint32_t s = kOneShard ? 0 : quotient(shard_chunks, column);
+        const std::uint32_t chunk = n < total ? n : total - 1;
+        rows[k] = quotient(row_chunks, chunk);
+        columns[k] = chunk - rows[k] * row_chunks.divisor;
+        ids[k] = job.ids[rows[k]];
+      }
+      Chunk<kBytes> chunks[kInFlight];
+      ASYNC_EMB_UNROLL
+      for (int k = 0; k < kInFlight; ++k) {
+        const std::uint32_t s = kOneShard ? 0 : quotient(shard_chunks, columns[k]);
+        const std::uint32_t column = columns[k] - s * shard_chunks.divisor;
         const ColumnShard& shard = job.shards[s];
-        const std::int32_t id = job.ids[row];
-        to[k] = static_cast<unsigned char*>(job.out) + row * job.out_row_stride_bytes +
-                static_cast<std::int64_t>(column) * kBytes;
         chunks[k] = filled<kBytes>(0);
-        if (id >= 0) {
-          chunks[k] = core::load_pack<Chunk<kBytes>>(
-              static_cast<const unsigned char*>(shard.data) + id * shard.row_stride_bytes +
-              static_cast<std::int64_t>(column - s * shard_chunks.divisor) * kBytes);
+        if (ids[k] >= 0) {
+          chunks[k] = core::load_pack<Chunk<kBytes>>(static_cast<const unsigned char*>(shard.data) +
+                                                     ids[k] * shard.row_stride_bytes +
+                                                     static_cast<std::int64_t>(column) * kBytes);
         }
       }
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        if (to[k] != nullptr) core::store_pack(chunks[k], to[k]);
+        if (base + static_cast<std::uint32_t>(k) * step >= total) continue;
+        core::store_pack(chunks[k], static_cast<unsigned char*>(job.out) + rows[k] * job.out_row_stride_bytes +
+                                        static_cast<std::int64_t>(columns[k]) * kBytes);
       }
     }
   }
@@ -99,6 +106,7 @@ struct DeliverChunks {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 6;
   static constexpr int kInFlight = 4;
   static const char* name() { return "deliver_rows"; }
 

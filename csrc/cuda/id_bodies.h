@@ -57,6 +57,7 @@ struct WriteRows {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return Source::name(); }
 
   Source source;
@@ -89,6 +90,7 @@ struct NoteFirst {
   static constexpr int kLanes = 1;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return Source::name(); }
 
   Source source;
@@ -113,6 +115,7 @@ struct ForgetDifference {
   static constexpr int kLanes = 1;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "check_lookup"; }
 
   CheckLookup job;
@@ -135,6 +138,7 @@ struct FindDifference {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "check_lookup"; }
 
   CheckLookup job;
@@ -153,6 +157,7 @@ struct RefuseLookup {
   static constexpr int kLanes = 1;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "check_lookup"; }
 
   CheckLookup job;
@@ -184,6 +189,7 @@ struct MakeKeys {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "unique_ids"; }
 
   const std::int32_t* ids;
@@ -216,6 +222,7 @@ struct FinishUnique {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "unique_ids"; }
 
   UniqueIds job;

@@ -42,13 +42,20 @@ void sum_first_blocks(const SumWork& work, Stream stream) {
     static_cast<SumWork&>(body) = work;
     Runner::run(body, ceil_divide(job.max_segments, decltype(body)::kRowsAtOnce), stream);
   };
-  if (aligned && packs <= 32) {
-    return with_group<Grad, N>(packs, [&](auto lanes) { run(FirstBlocks<Grad, N, lanes.value, kPacks, 1>()); });
+  if (!aligned || packs > 64 || (packs > 32 && packs < 64)) {
+    return run(FirstBlocks<Grad, N, 32, kPacks / 2, Fit::kAny>());
   }
   if constexpr (N * sizeof(Grad) == 16) {
-    if (aligned && packs == 64) return run(FirstBlocks<Grad, N, 32, kPacks / 2, 2>());
+    if (packs == 64) return run(FirstBlocks<Grad, N, 32, kPacks / 2, Fit::kTwoPacks>());
+  } else {
+    if (packs == 64) return run(FirstBlocks<Grad, N, 32, kPacks / 2, Fit::kAny>());
   }
-  run(FirstBlocks<Grad, N, 32, kPacks / 2, 0>());
+  with_group<Grad, N>(packs, [&](auto lanes) {
+    if constexpr (N * sizeof(Grad) == 16) {
+      if (packs == lanes.value) return run(FirstBlocks<Grad, N, lanes.value, kPacks, Fit::kOnePack>());
+    }
+    run(FirstBlocks<Grad, N, lanes.value, kPacks, Fit::kRagged>());
+  });
 }
 
 template <class Runner, class Grad, int N>
@@ -73,6 +80,7 @@ void segment_sum(const SegmentSum& job, Stream stream) {
   SumWork work;
   work.job = job;
   work.tokens_per_block = fast_divide(std::max<std::int64_t>(job.tokens_per_block, 1));
+  work.subtrees = core::count_subtrees(job.column_begin, job.column_begin + job.width);
   work.long_segment = static_cast<std::int32_t*>(job.workspace);
   work.block_sums = reinterpret_cast<float*>(static_cast<char*>(job.workspace) + layout.sums_offset);
 

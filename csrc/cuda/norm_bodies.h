@@ -16,6 +16,7 @@ struct FinishRows {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = false;
   static constexpr int kStack = 32;  // sums wait at strictly falling levels, and rows have fewer than 2^31 columns
+  static constexpr int kResident = 4;
   static const char* name() { return "row_statistic"; }
 
   RowStatistic job;
@@ -55,6 +56,7 @@ struct SumTiles {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "decide (tiles)"; }
 
   const float* values;
@@ -93,6 +95,7 @@ struct DecideUpdate {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 4;
   static const char* name() { return "decide"; }
 
   Decide job;

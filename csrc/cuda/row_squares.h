@@ -36,15 +36,15 @@ ASYNC_EMB_INLINE void fold_lane(Lanes lanes, const float (&nodes)[kRows][kNodes]
     for (int r = 0; r < kRows; ++r) roots[r] = nodes[r][0];
   } else {
     const Digit digit = digit_of(width, kLevel);
+    const std::uint32_t slot = digit.node % kNodes;
     if (digit.present && static_cast<std::uint32_t>(lanes.index()) == digit.node / kNodes) {
       ASYNC_EMB_UNROLL
-      for (int k = 0; k < kNodes; k += 2) {  // a digit's node is the left one of its pair
+      for (int r = 0; r < kRows; ++r) {
+        // Chosen, not indexed: an array that is indexed at run time would lie in memory. Slots of digits are even.
+        float chosen = nodes[r][0];
         ASYNC_EMB_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          if (static_cast<std::uint32_t>(k) == digit.node % kNodes && to[r] != nullptr) {
-            to[r][digit.place] = core::canonical(nodes[r][k]);
-          }
-        }
+        for (int k = 2; k < kNodes; k += 2) chosen = slot >= static_cast<std::uint32_t>(k) ? nodes[r][k] : chosen;
+        if (to[r] != nullptr) to[r][digit.place] = core::canonical(chosen);
       }
     }
     float halves[kRows][kNodes / 2];
@@ -58,58 +58,71 @@ ASYNC_EMB_INLINE void fold_lane(Lanes lanes, const float (&nodes)[kRows][kNodes]
 }
 
 template <int N>
-constexpr int level_of() {
-  return N == 1 ? 0 : 1 + level_of<N == 1 ? 1 : N / 2>();
+inline constexpr int kLevelOf = 1 + kLevelOf<N / 2>;
+template <>
+inline constexpr int kLevelOf<1> = 0;
+
+// The squares of one pack of each row.
+template <int N, int kRows, int kPacks>
+ASYNC_EMB_INLINE void square(const core::FloatPack<N> (&sums)[kRows][kPacks], int pack, float (&squares)[kRows][N]) {
+  ASYNC_EMB_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    if constexpr (N == 1) {
+      squares[r][0] = sums[r][pack] * sums[r][pack];
+    } else {
+      ASYNC_EMB_UNROLL
+      for (int k = 0; k < N; ++k) squares[r][k] = sums[r][pack][k] * sums[r][pack][k];
+    }
+  }
 }
 
-// Writes the subtree sums of each row to to[r], unless that is null. With one pack a lane the row may have any width up
-// to N * lanes; with two it must be just twice that.
-template <int N, class Lanes, int kRows, int kTiles>
-ASYNC_EMB_INLINE void write_subtrees(Lanes lanes, const core::FloatPack<N> (&sums)[kRows][kTiles], std::int64_t width,
+// Writes the subtree sums of each row to to[r], unless that is null. Lanes behind the row's end hold zeros.
+template <int N, class Lanes, int kRows>
+ASYNC_EMB_INLINE void write_subtrees(Lanes lanes, const core::FloatPack<N> (&sums)[kRows][1], std::int64_t width,
                                      float* const (&to)[kRows]) {
-  static_assert(kTiles == 1 || kTiles == 2);
   const auto columns = static_cast<std::uint32_t>(width);
-  float roots[kTiles][kRows];
+  float squares[kRows][N];
+  square<N>(sums, 0, squares);
+  float roots[kRows];
+  fold_lane<N, 0>(lanes, squares, columns, to, roots);
   ASYNC_EMB_UNROLL
-  for (int t = 0; t < kTiles; ++t) {
-    float squares[kRows][N];
-    ASYNC_EMB_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      ASYNC_EMB_UNROLL
-      for (int k = 0; k < N; ++k) {
-        float value;
-        if constexpr (N == 1) {
-          value = sums[r][t];
-        } else {
-          value = sums[r][t][k];
-        }
-        squares[r][k] = value * value;
-      }
-    }
-    fold_lane<N, 0>(lanes, squares, kTiles == 1 ? columns : 0, to, roots[t]);
-  }
-  ASYNC_EMB_UNROLL
-  for (int level = level_of<N>(), mask = 1; mask <= Lanes::kCount; ++level, mask *= 2) {
+  for (int level = kLevelOf<N>, mask = 1; mask <= Lanes::kCount; ++level, mask *= 2) {
     const Digit digit = digit_of(columns, level);
-    if (kTiles == 1 && digit.present &&
-        static_cast<std::uint32_t>(lanes.index()) == digit.node * static_cast<std::uint32_t>(mask)) {
+    if (digit.present && static_cast<std::uint32_t>(lanes.index()) == digit.node * static_cast<std::uint32_t>(mask)) {
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        if (to[r] != nullptr) to[r][digit.place] = core::canonical(roots[0][r]);
+        if (to[r] != nullptr) to[r][digit.place] = core::canonical(roots[r]);
       }
     }
     if (mask == Lanes::kCount) break;
     ASYNC_EMB_UNROLL
-    for (int t = 0; t < kTiles; ++t) {
-      ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) roots[t][r] += lanes.exchange(roots[t][r], mask);
-    }
+    for (int r = 0; r < kRows; ++r) roots[r] += lanes.exchange(roots[r], mask);
   }
-  if (kTiles == 2 && lanes.index() == 0) {
+}
+
+// The same for rows of just N * lanes * kPacks columns, which are one subtree.
+template <int N, class Lanes, int kRows, int kPacks>
+ASYNC_EMB_INLINE void write_root(Lanes lanes, const core::FloatPack<N> (&sums)[kRows][kPacks],
+                                 float* const (&to)[kRows]) {
+  float roots[kRows][kPacks];
+  ASYNC_EMB_UNROLL
+  for (int k = 0; k < kPacks; ++k) {
+    float squares[kRows][N];
+    square<N>(sums, k, squares);
+    ASYNC_EMB_UNROLL
+    for (int r = 0; r < kRows; ++r) roots[r][k] = core::fold<N>(squares[r]);
+  }
+  ASYNC_EMB_UNROLL
+  for (int mask = 1; mask < Lanes::kCount; mask *= 2) {
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (to[r] != nullptr) to[r][0] = core::canonical(roots[0][r] + roots[kTiles - 1][r]);
+      ASYNC_EMB_UNROLL
+      for (int k = 0; k < kPacks; ++k) roots[r][k] += lanes.exchange(roots[r][k], mask);
     }
+  }
+  ASYNC_EMB_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    if (lanes.index() == r % Lanes::kCount && to[r] != nullptr) *to[r] = core::canonical(core::fold<kPacks>(roots[r]));
   }
 }
 

@@ -6,6 +6,7 @@
 //   kLanes     lanes of a group: 1, or 4 to 32
 //   kMeet      whether lanes exchange values; if not, each may run to its end alone
 //   kStack     floats of scratch of each lane
+//   kResident  blocks of 256 lanes that a multiprocessor must have registers for
 //   name()     for messages
 #pragma once
 

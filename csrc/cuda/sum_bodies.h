@@ -31,6 +31,7 @@ struct SumWork {
   SegmentSum job;
   FastDivide tokens_per_block;
   FastDivide column_tiles;               // of LaterBlocks, then of CombineBlocks
+  std::int32_t subtrees = 0;             // that cover the shard's columns
   std::int32_t* long_segment = nullptr;  // [windows]: the segment whose second block starts there, or -1
   float* block_sums = nullptr;           // [windows, width]
 
@@ -47,76 +48,87 @@ struct SumWork {
   }
 };
 
-// kRows segments at once. kTiles > 0: a row is that many packs per lane or less (just as many, above 1), and squares
-// are summed from registers; that needs a shard whose columns start at a multiple of the next power of two. kTiles ==
-// 0: any width, by 32 lanes.
-template <class Grad, int N, int kLanesOfGroup, int kRows, int kTiles>
+// How a row lies in the registers of a group.
+enum class Fit {
+  kOnePack,   // every lane holds one pack
+  kTwoPacks,  // every lane holds two
+  kRagged,    // one pack or none
+  kAny,       // more than registers hold: the squares are summed from memory, by 32 lanes
+};
+
+// Packs of a row that are in flight at once.
+constexpr int packs_of(Fit fit) { return fit == Fit::kOnePack || fit == Fit::kRagged ? 1 : 2; }
+
+// kRows segments at once. For every fit but kAny the shard's columns start at a multiple of the next power of two.
+template <class Grad, int N, int kLanesOfGroup, int kRows, Fit kFit>
 struct FirstBlocks : SumWork {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 3;
   static constexpr int kRowsAtOnce = kRows;
-  static constexpr int kTilesAtOnce = kTiles > 0 ? kTiles : 2;
+  static constexpr int kPacks = packs_of(kFit);
+  static constexpr bool kFull = kFit == Fit::kOnePack || kFit == Fit::kTwoPacks;
   static const char* name() { return "segment_sum (first blocks)"; }
 
-  // The sums of kTilesAtOnce packs of the segments from `u` on.
   struct Rows {
     std::int32_t first[kRows];
-    std::int32_t occurrences[kRows];  // 0 for none
-    core::FloatPack<N> sums[kRows][kTilesAtOnce];
+    std::int32_t occurrences[kRows];  // 0 where there is no row
+    core::FloatPack<N> sums[kRows][kPacks];
   };
 
-  template <class Lanes>
-  ASYNC_EMB_INLINE void sum(Lanes, Rows& rows, std::int64_t column) const {
+  ASYNC_EMB_INLINE bool has(std::int64_t column) const { return kFull || column < job.width; }
+
+  // The sums of kPacks packs of each row, N * kLanes columns apart.
+  ASYNC_EMB_INLINE void sum(Rows& rows, std::int64_t column) const {
+    constexpr int kNext = N * kLanes;
     std::int32_t next[kRows];
     int longest = 0;
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const int count = static_cast<int>(rows.occurrences[r] < kBlock ? rows.occurrences[r] : kBlock);
+      const int count = rows.occurrences[r] < kBlock ? rows.occurrences[r] : kBlock;
       longest = count > longest ? count : longest;
       next[r] = count > 0 ? job.positions[rows.first[r]] : 0;
       ASYNC_EMB_UNROLL
-      for (int t = 0; t < kTilesAtOnce; ++t) rows.sums[r][t] = all_of<N>(-0.0f);
+      for (int k = 0; k < kPacks; ++k) rows.sums[r][k] = all_of<N>(-0.0f);
     }
     for (int i = 0; i < longest; ++i) {
-      RawPack<N, Grad> raw[kRows][kTilesAtOnce] = {};
+      RawPack<N, Grad> raw[kRows][kPacks] = {};
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const Grad* const row = grads_of<Grad>(next[r]) + column;
         ASYNC_EMB_UNROLL
-        for (int t = 0; t < kTilesAtOnce; ++t) {
-          if (i < rows.occurrences[r] && column + t * N * Lanes::kCount < job.width) {
-            raw[r][t] = core::load_pack<RawPack<N, Grad>>(row + t * N * Lanes::kCount);
+        for (int k = 0; k < kPacks; ++k) {
+          if (i < rows.occurrences[r] && has(column + k * kNext)) {
+            raw[r][k] = core::load_pack<RawPack<N, Grad>>(row + k * kNext);
           }
         }
       }
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        if (i + 1 < rows.occurrences[r] && i + 1 < kBlock) next[r] = job.positions[rows.first[r] + i + 1];
+        const bool goes_on = i + 1 < kBlock && i + 1 < rows.occurrences[r];
+        if (goes_on) next[r] = job.positions[rows.first[r] + i + 1];
       }
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
         ASYNC_EMB_UNROLL
-        for (int t = 0; t < kTilesAtOnce; ++t) {
-          if (i < rows.occurrences[r] && column + t * N * Lanes::kCount < job.width) {
-            rows.sums[r][t] += widened<N>(raw[r][t], Grad{});
-          }
+        for (int k = 0; k < kPacks; ++k) {
+          if (i < rows.occurrences[r] && has(column + k * kNext)) rows.sums[r][k] += widened<N>(raw[r][k], Grad{});
         }
       }
     }
   }
 
   // What is complete becomes canonical; the first block of a long segment waits for the others as it is.
-  template <class Lanes>
-  ASYNC_EMB_INLINE void store(Lanes, Rows& rows, std::int64_t u, std::int64_t column) const {
+  ASYNC_EMB_INLINE void store(Rows& rows, std::int64_t u, std::int64_t column) const {
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      float* const to = job.sums + (u + r) * job.width + column;
       ASYNC_EMB_UNROLL
-      for (int t = 0; t < kTilesAtOnce; ++t) {
-        if (rows.occurrences[r] <= kBlock) rows.sums[r][t] = core::canonical<N>(rows.sums[r][t]);
-        const std::int64_t at = column + t * N * Lanes::kCount;
-        if (rows.occurrences[r] > 0 && at < job.width) {
-          core::store_pack(rows.sums[r][t], job.sums + (u + r) * job.width + at);
+      for (int k = 0; k < kPacks; ++k) {
+        if (rows.occurrences[r] <= kBlock) rows.sums[r][k] = core::canonical<N>(rows.sums[r][k]);
+        if (rows.occurrences[r] > 0 && has(column + k * N * kLanes)) {
+          core::store_pack(rows.sums[r][k], to + k * N * kLanes);
         }
       }
     }
@@ -126,36 +138,39 @@ struct FirstBlocks : SumWork {
   ASYNC_EMB_INLINE void operator()(Lanes lanes, Share share) const {
     if (*job.skip != 0) return;
     const std::int64_t kept = job.counts->kept;
-    const int subtrees = core::count_subtrees(job.column_begin, job.column_begin + job.width);
     for (std::int64_t u = share.first * kRows; u < kept; u += share.step * kRows) {
       Rows rows;
       ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const bool is_row = u + r < kept;
-        rows.first[r] = is_row ? job.offsets[u + r] : 0;
-        rows.occurrences[r] = is_row ? job.offsets[u + r + 1] - rows.first[r] : 0;
-      }
-      if constexpr (kTiles > 0) {
-        const std::int64_t column = lanes.index() * N;
-        sum(lanes, rows, column);
-        store(lanes, rows, u, column);
-        float* to[kRows];
-        ASYNC_EMB_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          const bool is_complete = rows.occurrences[r] > 0 && rows.occurrences[r] <= kBlock;
-          to[r] = is_complete ? job.subtree_sums + (u + r) * subtrees : nullptr;
-        }
-        write_subtrees<N>(lanes, rows.sums, job.width, to);
-      } else {
-        for (std::int64_t column = lanes.index() * N; column < job.width; column += kTilesAtOnce * N * Lanes::kCount) {
-          sum(lanes, rows, column);
-          store(lanes, rows, u, column);
+      for (int r = 0; r < kRows; ++r) rows.first[r] = job.offsets[u + r < kept ? u + r : kept];
+      const std::int32_t end = job.offsets[u + kRows < kept ? u + kRows : kept];
+      ASYNC_EMB_UNROLL
+      for (int r = 0; r < kRows; ++r) rows.occurrences[r] = (r + 1 < kRows ? rows.first[r + 1] : end) - rows.first[r];
+
+      if constexpr (kFit == Fit::kAny) {
+        for (std::int64_t column = lanes.index() * N; column < job.width; column += kPacks * N * kLanes) {
+          sum(rows, column);
+          store(rows, u, column);
         }
         lanes.synchronize();
         for (int r = 0; r < kRows; ++r) {
           if (rows.occurrences[r] == 0 || rows.occurrences[r] > kBlock) continue;
           core::sum_row_squares(lanes, job.sums + (u + r) * job.width, job.column_begin, job.width,
                                 job.subtree_sums + (u + r) * subtrees);
+        }
+      } else {
+        const std::int64_t column = lanes.index() * N;
+        sum(rows, column);
+        store(rows, u, column);
+        float* to[kRows];
+        ASYNC_EMB_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const bool is_complete = rows.occurrences[r] > 0 && rows.occurrences[r] <= kBlock;
+          to[r] = is_complete ? job.subtree_sums + (u + r) * subtrees : nullptr;
+        }
+        if constexpr (kFull) {
+          write_root<N>(lanes, rows.sums, to);
+        } else {
+          write_subtrees<N>(lanes, rows.sums, job.width, to);
         }
       }
     }
@@ -185,6 +200,7 @@ struct LaterBlocks : SumWork {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 3;
   static constexpr int kInFlight = 8;
   static const char* name() { return "segment_sum (later blocks)"; }
 
@@ -209,7 +225,8 @@ struct LaterBlocks : SumWork {
       const std::int64_t column = tile * N * Lanes::kCount + lanes.index() * N;
       if (!starts_here || column >= job.width) continue;
       const int count = static_cast<int>(end - start < kBlock ? end - start : kBlock);
-      core::store_pack(sum(job.positions + start, count, column), block_sums + window * job.width + column);
+      float* const to = block_sums + window * job.width + column;
+      core::store_pack(sum(job.positions + start, count, column), to);
     }
   }
 
@@ -255,6 +272,7 @@ struct CombineBlocks : SumWork {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 3;
   static constexpr int kInFlight = 16;
   static const char* name() { return "segment_sum (combine)"; }
 
@@ -302,12 +320,12 @@ struct LongSquares : SumWork {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = 3;
   static const char* name() { return "segment_sum (long squares)"; }
 
   template <class Lanes>
   ASYNC_EMB_INLINE void operator()(Lanes lanes, Share share) const {
     if (*job.skip != 0) return;
-    const int subtrees = core::count_subtrees(job.column_begin, job.column_begin + job.width);
     for_each_long(lanes, share, *this, FastDivide{}, [&](std::int64_t, std::int64_t u) {
       core::sum_row_squares(lanes, job.sums + u * job.width, job.column_begin, job.width,
                             job.subtree_sums + u * subtrees);

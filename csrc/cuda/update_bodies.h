@@ -14,35 +14,28 @@
 namespace async_emb::cuda {
 inline namespace ASYNC_EMB_ISA {
 
-// The numbers that round N columns from logical column `first` on.
+// The numbers that round N columns from logical column `first` on, which is a multiple of N, or of 4 if N is larger.
 template <int N>
 ASYNC_EMB_INLINE core::BitsPack<N> rounding_numbers(std::uint32_t seed, std::uint32_t rounding_step, std::uint32_t row,
                                                     std::uint32_t first) {
-  core::BitsPack<N> numbers{};
-  if constexpr (N % 4 == 0) {
-    if (first % 4 == 0) {
-      std::uint32_t drawn[N];
-      core::rounding_bits<N / 4>(seed, rounding_step, row, first / 4, drawn);
-      ASYNC_EMB_UNROLL
-      for (int k = 0; k < N; ++k) numbers[k] = drawn[k];
-      return numbers;
-    }
-  }
-  for (int k = 0; k < N; ++k) {
-    const std::uint32_t column = first + static_cast<std::uint32_t>(k);
-    std::uint32_t drawn[4];
-    core::rounding_bits<1>(seed, rounding_step, row, column / 4, drawn);
-    const std::uint32_t in_group = column % 4;
-    const std::uint32_t number =
-        in_group < 2 ? (in_group == 0 ? drawn[0] : drawn[1]) : (in_group == 2 ? drawn[2] : drawn[3]);
-    if constexpr (N == 1) {
-      numbers = number;
+  constexpr int kGroups = N < 4 ? 1 : N / 4;
+  std::uint32_t drawn[4 * kGroups];
+  core::rounding_bits<kGroups>(seed, rounding_step, row, first / 4, drawn);
+  if constexpr (N == 1) {
+    const std::uint32_t even = first % 4 < 2 ? drawn[0] : drawn[2];
+    const std::uint32_t odd = first % 4 < 2 ? drawn[1] : drawn[3];
+    return first % 2 == 0 ? even : odd;
+  } else {
+    core::BitsPack<N> numbers{};
+    if constexpr (N == 2) {
+      numbers[0] = first % 4 == 0 ? drawn[0] : drawn[2];
+      numbers[1] = first % 4 == 0 ? drawn[1] : drawn[3];
     } else {
       ASYNC_EMB_UNROLL
-      for (int i = 0; i < N; ++i) numbers[i] = i == k ? number : numbers[i];
+      for (int k = 0; k < N; ++k) numbers[k] = drawn[k];
     }
+    return numbers;
   }
-  return numbers;
 }
 
 template <class Weight, int N, int kLanesOfGroup, int kRows, bool kStochastic>
@@ -50,9 +43,11 @@ struct UpdateRows {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
+  static constexpr int kResident = N * sizeof(Weight) == 16 ? (kStochastic ? 2 : 3) : 4;
   static const char* name() { return "rowwise_adagrad"; }
 
   RowwiseAdagrad job;
+  static_assert(kRows <= kLanes);
 
   // One pack of each row.
   struct Packs {
@@ -75,6 +70,12 @@ struct UpdateRows {
   }
 
   template <class Lanes>
+  ASYNC_EMB_INLINE static std::int32_t broadcast(Lanes lanes, std::int32_t value, int lane) {
+    const float bits = core::float_of(static_cast<std::uint32_t>(value));
+    return static_cast<std::int32_t>(core::bits_of(lanes.broadcast(bits, lane)));
+  }
+
+  template <class Lanes>
   ASYNC_EMB_INLINE void operator()(Lanes lanes, Share share) const {
     if (job.outcome->valid == 0) return;
     const RuleNumbers& numbers = *job.numbers;
@@ -92,27 +93,33 @@ struct UpdateRows {
     const std::int64_t kept = job.counts->kept;
     core::BitsPack<N> saturated{};
     for (std::int64_t u = share.first * kRows; u < kept; u += share.step * kRows) {
-      std::int32_t rows[kRows];  // -1 for none
+      // Of the row that is this lane's to decide on; -1 for none.
+      const std::int64_t mine = u + lanes.index();
+      const std::int32_t my_row = lanes.index() < kRows && mine < kept ? job.unique[mine] : -1;
+      std::int32_t rows[kRows];
       ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) rows[r] = u + r < kept ? job.unique[u + r] : -1;
+      for (int r = 0; r < kRows; ++r) rows[r] = broadcast(lanes, my_row, r);
+      // Everything on its way before anything is worked out.
+      const float statistic = my_row >= 0 ? job.statistics[mine] : 0.0f;
+      const float state = my_row >= 0 ? job.row_state[my_row] : 0.0f;
+      const std::int32_t last_step = my_row >= 0 && rule.lazy ? job.last_step[my_row] : 0;
       std::int64_t column = lanes.index() * N;
       Packs packs{};
       load(packs, rows, u, column);
-      core::RowUpdate updates[kRows] = {};
+      core::RowUpdate my_update{};
+      if (my_row >= 0) {
+        my_update = core::row_update(rule, statistic, state, last_step);
+        if (my_update.touched) {
+          job.row_state[my_row] = my_update.state;
+          if (rule.lazy) job.last_step[my_row] = rule.step;
+        }
+      }
+      core::RowUpdate updates[kRows];
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        if (rows[r] < 0) continue;
-        const std::int32_t last_step = rule.lazy ? job.last_step[rows[r]] : 0;
-        updates[r] = core::row_update(rule, job.statistics[u + r], job.row_state[rows[r]], last_step);
-      }
-      lanes.synchronize();  // all lanes have read the state
-      if (lanes.index() == 0) {
-        ASYNC_EMB_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          if (!updates[r].touched) continue;
-          job.row_state[rows[r]] = updates[r].state;
-          if (rule.lazy) job.last_step[rows[r]] = rule.step;
-        }
+        updates[r].touched = broadcast(lanes, my_update.touched ? 1 : 0, r) != 0;
+        updates[r].weight_factor = lanes.broadcast(my_update.weight_factor, r);
+        updates[r].step_size = lanes.broadcast(my_update.step_size, r);
       }
       for (; column < job.width;) {
         ASYNC_EMB_UNROLL
