@@ -154,7 +154,7 @@ class TestContextId:
         # A change here is a change of what ranks that run different versions agree on.
         key = (
             '{"devices":[0,2,4,6,1,3,5,7],"dtype":"float16","emb_width":64,"group_size":4,"id_policy":"clamp",'
-            '"logical_width":60,"name":"users","num_devices_per_node":8,"num_unique":8,"padding_id":0,'
+            '"logical_width":60,"name":"users","num_devices_per_node":8,"num_unique":8,"padding_id":0,"platform":"cpu",'
             '"purpose":"train","shard_width":16,"token_blocks":[0,1,2,3],"tokens_per_rank":8}'
         )
         handle = make(
@@ -167,7 +167,7 @@ class TestContextId:
             padding_id=0,
         )
         assert handle.key() == key
-        assert handle.context_id == 7980091695262702845
+        assert handle.context_id == 6876832742879030888
 
     def test_it_is_the_same_in_every_process(self) -> None:
         program = (
