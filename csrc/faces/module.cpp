@@ -9,6 +9,7 @@
 #include "context/registry.h"
 #include "context/timeline.h"
 #include "cpu/kernels.h"
+#include "faces/device_calls.h"
 #include "faces/ffi_handlers.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -194,6 +195,8 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("staged", &staged);
   m.def("restore_staged", &restore_staged);
+
+  define_device_calls(m);
 
   m.def("start_timeline", [] { context::Timeline::shared().start(); });
   m.def("stop_timeline", &stop_timeline);
