@@ -15,6 +15,7 @@ from .errors import (
     IdError,
     PipelineError,
 )
+from .exporting import export_checks
 from .ffi import TransformationError
 from .mesh import pad_width, replica_groups
 from .ops import (
@@ -63,6 +64,7 @@ __all__ = [
     "check",
     "close_context",
     "depend",
+    "export_checks",
     "lookup_done",
     "lookup_start",
     "make_context_handle",
