@@ -114,7 +114,7 @@ std::optional<IdProblem> DevicePipeline::take_id_problem() {
       const IdProblem problem{.step = finding.step,
                               .position = finding.position,
                               .id = finding.id,
-                              .rows = rank->batches.empty() ? 0 : rank->batches.front()->rows,
+                              .rows = rank->rows,
                               .too_many_unique = finding.distinct > 0,
                               .unique = finding.distinct};
       const bool earlier =

@@ -42,6 +42,10 @@ DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devic
     const auto guard = gpus[static_cast<std::size_t>(rank)]->activate();
     ranks_.push_back(std::make_unique<Rank>(spec_, layout_, rank, gpus));
     Rank& me = *ranks_.back();
+    for (int i = 0; i < kBatches; ++i) {
+      me.batches.push_back(std::make_unique<DeviceBatch>());
+      me.batches.back()->ids = {me.device, spec_.tokens_per_rank};
+    }
     me.device.launches().warm_up();
     if (me.arena.token_positions.get() != nullptr) {
       me.device.launches().write_positions(me.arena.token_positions.get(), spec_.tokens_per_rank, me.side.get());
@@ -59,14 +63,13 @@ void DevicePipeline::record(const char* name, int rank, std::int64_t step) const
   Timeline::shared().record(name, spec_.name, devices_[static_cast<std::size_t>(rank)], step);
 }
 
+// One is armed, one consumed, one staged. A free one is always there: what no call holds, no work reads after the wait
+// that the last call on XLA's stream has put there.
 int DevicePipeline::take_batch(Rank& rank) {
   for (std::size_t i = 0; i < rank.batches.size(); ++i) {
     if (rank.batches[i]->holders == 0) return static_cast<int>(i);
   }
-  auto batch = std::make_unique<DeviceBatch>();
-  batch->ids = {rank.device, spec_.tokens_per_rank};
-  rank.batches.push_back(std::move(batch));
-  return static_cast<int>(rank.batches.size()) - 1;
+  throw Error(FailureKind::kInternal, "async_emb '" + spec_.name + "': more batches are under way than states allow");
 }
 
 void DevicePipeline::release(Rank& rank, int& batch) {
@@ -115,6 +118,7 @@ void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor&
   batch.rows = rows;
   ++batch.holders;
   me.last_table = data_of(table);
+  me.rows = rows;
 
   cuda::CleanIds job;
   job.ids = data_of(ids);

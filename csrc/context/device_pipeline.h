@@ -78,6 +78,7 @@ class DevicePipeline : public GroupPipeline {
   using Lock = std::unique_lock<std::mutex>;
   static constexpr int kLookup = static_cast<int>(comm::Channel::kLookup);
   static constexpr int kUpdate = static_cast<int>(comm::Channel::kUpdate);
+  static constexpr int kBatches = 3;
 
   struct Rank {
     cuda::Device& device;
@@ -94,6 +95,7 @@ class DevicePipeline : public GroupPipeline {
     int consumed_batch = -1;
     int staged_batch = -1;
     const void* last_table = nullptr;
+    std::int64_t rows = 0;  // of the table of the last lookup
     // Which lookup step each of the latest dones was for: a refusal that the device finds is told with it.
     struct Done {
       std::int64_t call = 0;

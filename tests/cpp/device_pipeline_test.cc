@@ -141,6 +141,31 @@ TEST(DevicePipeline, LeavesEveryByteWhereTheNormIsNotFinite) {
   EXPECT_EQ(setting.group.pipeline->stats().updates, 0);
 }
 
+TEST(DevicePipeline, RestsATableThatLeavesAStepWithALookupUnderWay) {
+  for (int repetition = 0; repetition < 10; ++repetition) {
+    DeviceSetting setting(spec_of(3));
+    std::vector<Tensor*> rows(3);
+    const auto failures = run_ranks(3, [&](int r) {
+      DeviceRankCalls& calls = setting.rank(r);
+      calls.lookup_start(slice(setting.batches[0].ids, setting.spec, r));
+      setting.group.pipeline->settle(r, calls.stream());
+      // Whoever comes next may write to the table, though no rank has consumed the lookup.
+      Tensor& table = setting.group.shards[static_cast<std::size_t>(r)]->table;
+      static_cast<cuda::EmulatedStream*>(calls.stream())->put([&table] {
+        std::memset(table.as<char>(), 0x11, table.bytes());
+      });
+      rows[static_cast<std::size_t>(r)] = &calls.lookup_done_later();
+      calls.settle();
+    });
+    for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
+    const std::vector<unsigned char> whole = setting.model.lookup(setting.batches[0].ids);
+    for (int r = 0; r < 3; ++r) {
+      const std::vector<unsigned char> mine = slice(whole, setting.spec, r);
+      EXPECT_EQ(0, std::memcmp(rows[static_cast<std::size_t>(r)]->as<char>(), mine.data(), mine.size())) << r;
+    }
+  }
+}
+
 TEST(DevicePipeline, TrainsTheSmallestIdsWhereThereAreTooMany) {
   ContextSpec spec = spec_of(2);
   spec.num_unique = 3;

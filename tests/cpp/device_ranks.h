@@ -21,9 +21,9 @@ class DeviceRankCalls {
         device_(device),
         rank_(rank),
         shard_(shard),
-        stream_(device),
         pin_(kFloat32, {1}),
-        lookup_pin_(kFloat32, {1}) {
+        lookup_pin_(kFloat32, {1}),
+        stream_(device) {
     *lookup_pin_.as<float>() = 0;
   }
 
@@ -148,9 +148,9 @@ class DeviceRankCalls {
   const int rank_;
   Shard& shard_;
   std::vector<std::unique_ptr<Tensor>> tensors_;
-  cuda::OwnedStream stream_;  // goes first
   Tensor pin_;
   Tensor lookup_pin_;
+  cuda::OwnedStream stream_;  // goes first
 };
 
 // One pipeline with the shards of all its ranks, on emulated GPUs: one for each rank, or one for all.
