@@ -1,10 +1,11 @@
-"""The GPU suite: everything in this folder is marked `gpu` and needs a GPU, a CUDA build of torch and of jax, and ours.
+"""The GPU suite: every test file in this folder is marked `gpu` and needs a GPU, and CUDA in torch, jax and ours.
 
 Where something is missing each test is skipped with that reason, and the reason is printed with the number of tests.
 Under `make gpu-test` on a machine with a GPU (ASYNC_EMB_GPU_SUITE=1) it ends the run instead, as a failure, and so does
 a run in which no test passes: the suite never passes empty.
 
-Files here must be importable without a GPU, so that their tests can be counted.
+Files here must be importable without a GPU, so that their tests can be counted. What the suite can try of itself
+without one is in `on_cpu`, and runs with all other tests.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    own = [item for item in items if item.path.is_relative_to(FOLDER)]
+    own = [item for item in items if item.path.parent == FOLDER]
     if not own:
         return
     reason = missing()
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     global _passed, _skipped
-    if not (FOLDER / Path(report.nodeid.split("::")[0]).name).is_file():
+    if Path(report.nodeid.split("::")[0]).parent.name != FOLDER.name:
         return
     _passed += report.when == "call" and report.passed
     _skipped += report.skipped
