@@ -5,6 +5,9 @@
 #if defined(__CUDACC__)
 #define ASYNC_EMB_FN __host__ __device__ inline
 #define ASYNC_EMB_INLINE __host__ __device__ __forceinline__
+#elif defined(ASYNC_EMB_ARRAY_PACKS)  // what stands for a GPU in tests need not be fast, but has hundreds of kernels
+#define ASYNC_EMB_FN inline
+#define ASYNC_EMB_INLINE inline
 #else
 #define ASYNC_EMB_FN inline
 #define ASYNC_EMB_INLINE inline __attribute__((always_inline))

@@ -47,14 +47,14 @@ inline void require_countable(const char* launch, const char* what, std::int64_t
 template <int k>
 using Constant = std::integral_constant<int, k>;
 
-// Calls f with N as a constant: the elements of one access to rows of Element, at most `most` and at most 16 bytes.
+// Calls f with N as a constant: the elements of one access to rows of Element, at most `most` and at most 16 bytes. Sizes
+// between 8 bytes and one element have no kernels of their own.
 template <class Element, class F>
 void with_pack(std::int64_t most, F f) {
   if constexpr (sizeof(Element) == 2) {
     if (most >= 8) return f(Constant<8>());
   }
   if (most >= 4) return f(Constant<4>());
-  if (most >= 2) return f(Constant<2>());
   f(Constant<1>());
 }
 

@@ -26,8 +26,7 @@ void rowwise_adagrad(const RowwiseAdagrad& job, Stream stream) {
   std::int64_t most = common_alignment({address_of(job.table), job.table_row_stride * element}) / element;
   if (address_of(job.sums) % 16 != 0) most = 1;
   if (job.width % 16 != 0) most = std::min(most, job.width & -job.width);
-  // One draw rounds four columns: a pack lies within a draw, or holds whole ones.
-  if (job.stochastic_rounding && job.column_begin % 4 != 0) most = std::min(most, job.column_begin & -job.column_begin);
+  if (job.stochastic_rounding && job.column_begin % 4 != 0) most = 1;  // one draw rounds four columns
   with_element(job.table_dtype, [&](auto weight) {
     using Weight = decltype(weight);
     with_pack<Weight>(most, [&](auto n) {

@@ -14,11 +14,12 @@
 namespace async_emb::cuda {
 inline namespace ASYNC_EMB_ISA {
 
-// The numbers that round N columns from logical column `first` on, which is a multiple of N, or of 4 if N is larger.
+// The numbers that round N columns from logical column `first` on, which is a multiple of four unless N is 1.
 template <int N>
 ASYNC_EMB_INLINE core::BitsPack<N> rounding_numbers(std::uint32_t seed, std::uint32_t rounding_step, std::uint32_t row,
                                                     std::uint32_t first) {
-  constexpr int kGroups = N < 4 ? 1 : N / 4;
+  static_assert(N == 1 || N % 4 == 0);
+  constexpr int kGroups = N == 1 ? 1 : N / 4;
   std::uint32_t drawn[4 * kGroups];
   core::rounding_bits<kGroups>(seed, rounding_step, row, first / 4, drawn);
   if constexpr (N == 1) {
@@ -27,13 +28,8 @@ ASYNC_EMB_INLINE core::BitsPack<N> rounding_numbers(std::uint32_t seed, std::uin
     return first % 2 == 0 ? even : odd;
   } else {
     core::BitsPack<N> numbers{};
-    if constexpr (N == 2) {
-      numbers[0] = first % 4 == 0 ? drawn[0] : drawn[2];
-      numbers[1] = first % 4 == 0 ? drawn[1] : drawn[3];
-    } else {
-      ASYNC_EMB_UNROLL
-      for (int k = 0; k < N; ++k) numbers[k] = drawn[k];
-    }
+    ASYNC_EMB_UNROLL
+    for (int k = 0; k < N; ++k) numbers[k] = drawn[k];
     return numbers;
   }
 }

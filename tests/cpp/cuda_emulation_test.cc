@@ -1,6 +1,7 @@
-// The bodies that a GPU runs, on emulated warps: they give the very bits of the CPU's kernels.
+// The bodies that a GPU runs, on emulated warps: updates have the very bits that the CPU's kernels give.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 #include "cuda_problem.h"
@@ -14,9 +15,54 @@ using core::DType;
 constexpr std::int64_t kWidths[] = {1, 2, 3, 5, 8, 17, 31, 32, 33, 64, 100, 128, 130, 256, 512, 515};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-std::string describe(const Problem& p) {
+std::string describe(const Problem& p, const Layout& layout = {}) {
   return std::string(core::name_of(p.dtype)) + " width " + std::to_string(p.width) + (p.lazy ? " lazy" : "") +
-         (p.stochastic ? " stochastic" : "") + " clip " + std::to_string(p.clip);
+         (p.stochastic ? " stochastic" : "") + " ranks " + std::to_string(layout.ranks) + " blocks " +
+         std::to_string(layout.blocks) + " shift " + std::to_string(layout.shift);
+}
+
+// The sums and subtree sums of each rank as the CPU gives them.
+void expect_same_sums(const Result& got, const Problem& p, const Layout& layout, const std::string& what) {
+  const core::ColumnLayout columns(layout.ranks, (p.width + layout.ranks - 1) / layout.ranks * layout.ranks, p.width);
+  const cpu::Kernels& kernels = *cpu::all_kernels().back();
+  const auto tokens = static_cast<std::int64_t>(p.ids.size());
+  std::vector<std::int32_t> unique(p.ids.size()), offsets(p.ids.size() + 1), positions(p.ids.size());
+  std::vector<std::uint64_t> scratch(static_cast<std::size_t>(cpu::unique_ids_scratch(tokens)));
+  const std::int64_t distinct =
+      kernels.unique_ids({p.ids.data(), tokens, unique.data(), offsets.data(), positions.data(), scratch.data()});
+  const std::int64_t subtrees = columns.total_subtrees();
+  std::vector<float> subtree_sums(static_cast<std::size_t>(distinct * subtrees));
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    std::vector<float> sums(static_cast<std::size_t>(distinct * columns.width(rank)));
+    cpu::SegmentSum job;
+    job.grad_dtype = p.dtype;
+    job.grads = p.grads.data();
+    job.grad_row_stride = p.width;
+    job.column_begin = columns.column_begin(rank);
+    job.width = columns.width(rank);
+    job.offsets = offsets.data();
+    job.positions = positions.data();
+    job.end = distinct;
+    job.sums = sums.data();
+    job.subtree_sums = subtree_sums.data() + columns.subtree_begin(rank);
+    job.subtree_stride = subtrees;
+    kernels.segment_sum(job);
+    EXPECT_EQ(cpu::bits(got.sums[static_cast<std::size_t>(rank)]), cpu::bits(sums)) << what << " rank " << rank;
+  }
+  EXPECT_EQ(cpu::bits(got.subtree_sums), cpu::bits(subtree_sums)) << what;
+}
+
+// Against every kernel table of the CPU, which have one outcome.
+void expect_like_the_cpu(const Problem& p, const Layout& layout = {}) {
+  const Result got = run_launches(emulated_launches(), p, layout);
+  const std::string what = describe(p, layout);
+  for (const cpu::Kernels* kernels : cpu::all_kernels()) {
+    expect_same(got, cpu::run_kernels(*kernels, p), what + " " + kernels->name);
+  }
+  expect_same_sums(got, p, layout, what);
+  EXPECT_EQ(got.decided.valid, 1) << what << ": nothing was applied, so nothing was compared";
+  EXPECT_EQ(got.counters.applied, 1u) << what;
+  EXPECT_EQ(got.finding.step, 0) << what;
 }
 
 TEST(CudaEmulation, UpdatesLikeTheCpuForEveryWidthDtypeAndRule) {
@@ -29,13 +75,254 @@ TEST(CudaEmulation, UpdatesLikeTheCpuForEveryWidthDtypeAndRule) {
           p.lazy = lazy;
           p.stochastic = stochastic;
           if (lazy) p.decay = p.weight_decay = 0.013f;
-          for (const cpu::Kernels* kernels : cpu::all_kernels()) {
-            expect_same(run_launches(emulated_launches(), p), cpu::run_kernels(*kernels, p),
-                        describe(p) + " " + kernels->name);
-          }
+          expect_like_the_cpu(p);
         }
       }
     }
+  }
+}
+
+TEST(CudaEmulation, UpdatesLikeTheCpuForAnyNumberOfRanksAndBlocks) {
+  for (const DType dtype : kDTypes) {
+    for (const std::int64_t width : {1, 5, 33, 64, 100, 256}) {
+      for (const int ranks : {2, 3, 4, 7}) {
+        Problem p = cpu::random_problem(dtype, width, 300);
+        p.stochastic = true;
+        Layout layout;
+        layout.ranks = ranks;
+        layout.blocks = ranks;
+        expect_like_the_cpu(p, layout);
+      }
+    }
+  }
+}
+
+TEST(CudaEmulation, UpdatesLikeTheCpuAtAnyAddress) {
+  for (const DType dtype : kDTypes) {
+    for (const std::int64_t width : {8, 24, 64, 130}) {
+      for (const std::int64_t shift : {2, 4, 8}) {
+        if (shift % core::size_of(dtype) != 0) continue;
+        Problem p = cpu::random_problem(dtype, width, 301);
+        p.stochastic = true;
+        Layout layout;
+        layout.shift = shift;
+        layout.sums_shift = 4;
+        expect_like_the_cpu(p, layout);
+        layout.sums_shift = 0;
+        expect_like_the_cpu(p, layout);
+      }
+    }
+  }
+}
+
+TEST(CudaEmulation, UpdatesLikeTheCpuForVeryWideRows) {
+  for (const DType dtype : kDTypes) {
+    Problem p = cpu::random_problem(dtype, 70001, 302, 9);
+    p.stochastic = true;
+    expect_like_the_cpu(p);
+    Layout layout;
+    layout.ranks = 3;
+    expect_like_the_cpu(p, layout);
+  }
+}
+
+// Segments around the size of a block, next to each other and next to very long ones.
+std::vector<std::int32_t> ids_of_sizes(const std::vector<int>& sizes, unsigned seed) {
+  std::vector<std::int32_t> ids;
+  for (std::size_t u = 0; u < sizes.size(); ++u) {
+    ids.insert(ids.end(), static_cast<std::size_t>(sizes[u]), static_cast<std::int32_t>(2 * u));
+  }
+  std::mt19937 random(seed);
+  std::shuffle(ids.begin(), ids.end(), random);
+  return ids;
+}
+
+TEST(CudaEmulation, SumsLongSegmentsInTheSameOrder) {
+  const std::vector<std::vector<int>> cases = {{32 * 41 + 7},
+                                               {33, 33, 33, 33},
+                                               {1, 32, 33, 31, 64, 65, 63, 1, 97, 5},
+                                               {3, 1500, 1, 40, 32 * 40},
+                                               {31, 33, 1, 34, 31, 1, 35, 96, 128, 127}};
+  unsigned seed = 400;
+  for (const std::vector<int>& sizes : cases) {
+    for (const DType dtype : kDTypes) {
+      for (const std::int64_t width : {1, 3, 33, 64, 100, 256}) {
+        const std::vector<std::int32_t> ids = ids_of_sizes(sizes, ++seed);
+        Problem p = cpu::random_problem(dtype, width, seed, ids.size());
+        p.ids = ids;
+        expect_like_the_cpu(p);
+      }
+    }
+  }
+}
+
+TEST(CudaEmulation, KeepsTheSignOfASumOfNegativeZeros) {
+  for (const int occurrences : {1, 2, 40}) {
+    const auto count = static_cast<std::size_t>(occurrences);
+    std::vector<float> grads(count * 5, -0.0f);
+    for (std::size_t i = 4; i < grads.size(); i += 5) grads[i] = 1;  // so that the row counts
+    const Problem p = cpu::zero_problem(DType::kFloat32, 1, 5, std::vector<std::int32_t>(count, 0), grads);
+    const Result got = run_launches(emulated_launches(), p);
+    EXPECT_EQ(core::bits_of(got.sums[0][0]), 0x80000000u) << occurrences;
+    expect_same(got, cpu::run_naive(p), "negative zeros");
+  }
+}
+
+TEST(CudaEmulation, SumsManyStatisticsInTheSameOrder) {
+  for (const std::int64_t count : {0, 1, 1023, 1024, 1025, 5000, 1024 * 1024 + 3}) {
+    std::mt19937 random(static_cast<unsigned>(count));
+    std::vector<float> statistics(static_cast<std::size_t>(count));
+    for (auto& each : statistics) each = static_cast<float>(random() % 100000) * 1e-3f;
+    const cuda::Launches& launches = emulated_launches();
+    const std::int64_t most = count + 2000;  // memory for more than there is
+    statistics.resize(static_cast<std::size_t>(most), std::numeric_limits<float>::quiet_NaN());
+    Buffer workspace(launches.decide_workspace(most));
+    const cuda::BatchCounts counts{static_cast<std::int32_t>(count), static_cast<std::int32_t>(count), 0};
+    const std::int32_t pending = 1;
+    const std::int32_t skip = 0;
+    cuda::Outcome outcome;
+    cuda::Decide job;
+    job.statistics = statistics.data();
+    job.counts = &counts;
+    job.max_segments = most;
+    job.workspace = workspace.at();
+    job.workspace_bytes = launches.decide_workspace(most);
+    job.pending[0] = &pending;
+    job.num_ranks = 1;
+    job.skip = &skip;
+    job.outcome = &outcome;
+    launches.decide(job, nullptr);
+    EXPECT_EQ(core::bits_of(outcome.norm),
+              core::bits_of(core::gradient_norm(cpu::all_kernels()[0]->dyadic_sum(statistics.data(), count))))
+        << count;
+    EXPECT_EQ(outcome.valid, 1);
+  }
+}
+
+TEST(CudaEmulation, ClipsLikeTheCpu) {
+  for (const DType dtype : kDTypes) {
+    for (const float max_grad_norm : {0.5f, 0.0f, 1e30f}) {
+      Problem p = cpu::random_problem(dtype, 40, 500);
+      const Result got = run_launches(emulated_launches(), p, {}, &max_grad_norm);
+      p.clip = core::clip_factor(max_grad_norm, got.decided.norm);
+      EXPECT_EQ(got.decided.clip, p.clip);
+      EXPECT_EQ(p.clip < 1, max_grad_norm < 1);
+      expect_same(got, cpu::run_kernels(*cpu::all_kernels()[0], p), describe(p));
+    }
+  }
+}
+
+TEST(CudaEmulation, SaturatesFloat16AndCounts) {
+  for (const bool stochastic : {false, true}) {
+    for (const std::int64_t width : {1, 19, 64}) {
+      Problem p = cpu::zero_problem(DType::kFloat16, 3, width, {1, 2},
+                                    std::vector<float>(static_cast<std::size_t>(2 * width), -4.0f));
+      p.learning_rate = 1e6f;
+      p.stochastic = stochastic;
+      const Result got = run_launches(emulated_launches(), p);
+      EXPECT_EQ(got.counters.saturated, static_cast<std::uint64_t>(2 * width));
+      expect_same(got, cpu::run_naive(p), describe(p));
+    }
+  }
+}
+
+TEST(CudaEmulation, StoresCanonicalNaNsAndLeavesUntouchedRowsAlone) {
+  for (const DType dtype : kDTypes) {
+    Problem p = cpu::zero_problem(dtype, 4, 2, {0, 1, 2}, {1, 1, 1, 0, 0, 0});
+    for (std::size_t i = 0; i < p.table.size(); ++i) p.table[i] = i % 2 == 0 ? 0x45 : 0x7f;  // NaNs with payloads
+    p.state = {std::numeric_limits<float>::quiet_NaN(), 1, core::float_of(0xffc12345u), 7};
+    const Result got = run_launches(emulated_launches(), p);
+    expect_same(got, cpu::run_naive(p), describe(p));
+    EXPECT_EQ(core::bits_of(got.outcome.state[2]), 0xffc12345u);
+  }
+}
+
+// ---- what is not applied
+
+void expect_nothing_applied(const Result& got, const Problem& p, std::uint64_t skipped) {
+  EXPECT_EQ(got.decided.valid, 0);
+  EXPECT_TRUE(got.outcome.table == p.table);
+  EXPECT_EQ(cpu::bits(got.outcome.state), cpu::bits(p.state));
+  EXPECT_EQ(got.outcome.last_step, p.last_step);
+  EXPECT_EQ(got.counters.applied, 0u);
+  EXPECT_EQ(got.counters.skipped, skipped);
+}
+
+TEST(CudaEmulation, AppliesNothingWhereTheNormIsNotFinite) {
+  for (const float value : {std::numeric_limits<float>::infinity(), core::float_of(0xffc54321u), 1e30f}) {
+    for (const std::size_t at : {std::size_t{0}, std::size_t{1500}}) {
+      Problem p = cpu::random_problem(DType::kFloat32, 33, 600);
+      p.ids.assign(p.ids.size(), 3);  // long, with blocks
+      p.ids[0] = 1;
+      core::store_pack(value, p.grads.data() + 4 * at);
+      const Result got = run_launches(emulated_launches(), p);
+      expect_nothing_applied(got, p, 1);
+      EXPECT_EQ(got.decided.pending, 1);
+      EXPECT_EQ(core::bits_of(got.decided.norm), value == value ? 0x7f800000u : core::kCanonicalNaN);
+    }
+  }
+}
+
+TEST(CudaEmulation, AppliesNothingWhereARankIsNotPending) {
+  const Problem p = cpu::random_problem(DType::kBFloat16, 16, 601);
+  Layout layout;
+  layout.pending = {1, 0, 1};
+  const Result got = run_launches(emulated_launches(), p, layout);
+  expect_nothing_applied(got, p, 1);
+  EXPECT_EQ(core::bits_of(got.decided.norm), core::bits_of(core::gradient_norm(cpu::run_naive(p).total)));
+  EXPECT_EQ(got.counters.unique_tokens, static_cast<std::uint64_t>(got.counts.kept));
+  EXPECT_EQ(got.counters.trained_tokens, static_cast<std::uint64_t>(got.counts.trained));
+}
+
+TEST(CudaEmulation, DoesNothingInASkippedRound) {
+  const Problem p = cpu::random_problem(DType::kBFloat16, 16, 602);
+  Layout layout;
+  layout.skip = 1;
+  const Result got = run_launches(emulated_launches(), p, layout);
+  expect_nothing_applied(got, p, 0);
+  EXPECT_EQ(got.decided.pending, 0);
+  EXPECT_EQ(got.decided.norm, 0.0f);
+  EXPECT_EQ(got.counters.trained_tokens, 0u);
+  for (const float each : got.sums[0]) ASSERT_EQ(core::bits_of(each), 0xffffffffu) << "sums were written";
+}
+
+TEST(CudaEmulation, UpdatesNothingWithoutTokensOrRows) {
+  for (const std::vector<std::int32_t>& ids : {std::vector<std::int32_t>{}, std::vector<std::int32_t>(70, -1)}) {
+    Problem p = cpu::random_problem(DType::kFloat32, 7, 603, ids.size());
+    p.ids = ids;
+    const Result got = run_launches(emulated_launches(), p);
+    EXPECT_EQ(got.counts.distinct, 0);
+    EXPECT_EQ(got.counts.trained, 0);
+    EXPECT_EQ(got.decided.valid, 1) << "a norm of 0 is finite, as on the CPU";
+    EXPECT_EQ(got.decided.norm, 0.0f);
+    EXPECT_TRUE(got.outcome.table == p.table);
+    EXPECT_EQ(cpu::bits(got.outcome.state), cpu::bits(p.state));
+  }
+}
+
+TEST(CudaEmulation, TrainsTheSmallestIdsUpToTheLimit) {
+  for (const std::int64_t limit : {1, 20, 49}) {
+    Problem p = cpu::random_problem(DType::kFloat32, 33, 604);
+    Layout layout;
+    layout.limit = limit;
+    const Result got = run_launches(emulated_launches(), p, layout);
+    std::vector<std::int32_t> sorted = p.ids;
+    std::sort(sorted.begin(), sorted.end());
+    sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+    sorted.erase(sorted.begin());  // -1
+    EXPECT_EQ(got.finding.distinct, static_cast<std::int64_t>(sorted.size()));
+    EXPECT_EQ(got.finding.step, 12);
+    EXPECT_EQ(got.finding.position, -1);
+    EXPECT_EQ(got.counts.distinct, static_cast<std::int32_t>(sorted.size()));
+    EXPECT_EQ(got.counts.kept, limit);
+    std::int64_t trained = 0;
+    for (auto& id : p.ids) {
+      if (id >= sorted[static_cast<std::size_t>(limit)]) id = -1;
+      trained += id >= 0 ? 1 : 0;
+    }
+    EXPECT_EQ(got.counts.trained, trained);
+    EXPECT_EQ(got.counters.trained_tokens, static_cast<std::uint64_t>(trained));
+    expect_same(got, cpu::run_kernels(*cpu::all_kernels()[0], p), "limit " + std::to_string(limit));
   }
 }
 

@@ -59,7 +59,8 @@ class Fiber {
     if (stack_ == nullptr) tsan_ = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(next.tsan_, 0);
 #endif
-    swapcontext(&context_, &next.context_);
+    // swapcontext saves the signal mask, by two calls of the kernel: only the first entry into a fiber needs it.
+    if (__builtin_setjmp(registers_) == 0) next.enter();
 #if defined(__SANITIZE_ADDRESS__)
     arrived(fake_stack);
 #endif
@@ -81,6 +82,14 @@ class Fiber {
  private:
   static constexpr std::size_t kStackBytes = 256 * 1024;
 
+  [[noreturn]] __attribute__((noinline)) void enter() {
+    if (stack_ != nullptr && !entered_) {
+      entered_ = true;
+      setcontext(&context_);
+    }
+    __builtin_longjmp(registers_, 1);
+  }
+
 #if defined(__SANITIZE_ADDRESS__)
   static const void*& thread_bottom() {
     thread_local const void* bottom = nullptr;
@@ -95,6 +104,8 @@ class Fiber {
 #endif
 
   ucontext_t context_{};
+  void* registers_[5] = {};
+  bool entered_ = false;
   void* stack_ = nullptr;
 #if defined(__SANITIZE_THREAD__)
   void* tsan_ = nullptr;
