@@ -72,6 +72,7 @@ say 'testing'
 
 if [[ -e benchmarks/gpu.py && ${BENCHMARK:-1} != 0 ]]; then
   say 'measuring'
-  "$python" benchmarks/gpu.py
+  # The modules that were just built come first, then the benchmark's own.
+  PYTHONPATH=$folder:. "$python" -m benchmarks.gpu --json "$folder/benchmark.json"
 fi
 say 'passed'

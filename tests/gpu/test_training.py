@@ -49,5 +49,5 @@ def trained_auc(schedule: Schedule, mesh: Mesh, *, examples: int = EXAMPLES) -> 
 def test_a_gpu_learns_what_cpus_learn(schedule):
     on_gpu = trained_auc(schedule, mesh_of("cuda", 1))
     on_cpus = trained_auc(schedule, mesh_of("cpu", 4))
-    assert on_cpus > 0.55, "the stream can be learned"
+    assert on_cpus > 0.8, "the stream can be learned"
     assert abs(on_gpu - on_cpus) < 0.005

@@ -1,0 +1,102 @@
+"""What the GPU benchmark measures, and by what it is measured: sizes, ids, bytes. Pure; needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+ROWS, TOKENS = 10_000_000, 1_000_000
+WIDTHS = (32, 64, 128, 256)
+ELEMENT = {"bfloat16": 2, "float32": 4}
+IDS = ("uniform", "zipf 1.05", "zipf 1.15")
+# Shares of the copy bandwidth of the same run that are wanted on an H200.
+LOOKUP_GOAL, UPDATE_GOAL = 0.90, 0.60
+LOOKUP_GOAL_FROM_WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One line of the table."""
+
+    width: int
+    dtype: str
+    ids: str
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * ELEMENT[self.dtype]
+
+    @property
+    def has_lookup_goal(self) -> bool:
+        return self.width >= LOOKUP_GOAL_FROM_WIDTH and self.ids == "uniform"
+
+
+def configs(quick: bool) -> list[Config]:
+    """All lines; with `quick` one line in six. Lines of one table follow each other."""
+    if quick:
+        return [Config(width, "bfloat16", ids) for width in (64, 128) for ids in (IDS[0], IDS[2])]
+    return [Config(width, dtype, ids) for width in WIDTHS for dtype in ELEMENT for ids in IDS]
+
+
+def lookup_bytes(tokens: int, row_bytes: int) -> int:
+    """Of a lookup: ids read, a row read and a row written for each token.
+
+    Rows that several tokens ask for may come from a cache, so with skewed ids a lookup can be faster than memory.
+    """
+    return 4 * tokens + 2 * tokens * row_bytes
+
+
+def update_bytes(tokens: int, distinct: int, row_bytes: int) -> int:
+    """The least that an update moves: ids and gradient rows read once; of each distinct row, weights and one float32 of
+    state read and written."""
+    return 4 * tokens + tokens * row_bytes + distinct * (2 * row_bytes + 8)
+
+
+def copy_bytes(size: int) -> int:
+    """Of a copy: everything is read and written."""
+    return 2 * size
+
+
+def make_ids(kind: str, rows: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """Token ids, int32 [tokens]. "zipf S": the row of rank r has a share that goes with r^-S, and ranks lie anywhere in
+    the table."""
+    if kind == "uniform":
+        return rng.integers(0, rows, tokens, dtype=np.int32)
+    name, exponent = kind.split()
+    if name != "zipf":
+        raise ValueError(f"ids {kind!r} are none of {', '.join(IDS)}")
+    ranks = np.searchsorted(_shares(float(exponent), rows), rng.random(tokens)).clip(max=rows - 1)
+    return _places(rows)[ranks]
+
+
+@functools.cache
+def _shares(exponent: float, rows: int) -> np.ndarray:
+    """Cumulative."""
+    shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    return shares / shares[-1]
+
+
+@functools.cache
+def _places(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).permutation(rows).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds of one thing, over `count` repetitions."""
+
+    p50: float
+    p90: float
+    count: int
+
+    def share(self, moved: int, bandwidth: float) -> float:
+        """The part of `bandwidth` (bytes a second) that moving so many bytes in the median time is."""
+        return moved / (self.p50 * 1e-6) / bandwidth
+
+
+def times_of(microseconds: Sequence[float]) -> Times:
+    p50, p90 = np.percentile(np.asarray(microseconds, np.float64), [50, 90])
+    return Times(float(p50), float(p90), len(microseconds))
