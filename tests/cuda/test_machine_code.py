@@ -241,6 +241,14 @@ def test_other_arithmetic_is_fine(opcode):
     assert problems(gather(), update(ptx=Counter({"div.rn.f32": 1, opcode: 3}))) == []
 
 
+def test_local_memory_is_bounded_where_a_rule_allows_it():
+    rules = (Rule("lookup", "Gather<", registers=32, local=8), RULES[1])
+    spills = Counter({"LDL": 1, "STL": 1})
+    assert kernel_rules.problems(Listing([gather(stack=8, sass=spills), update()], []), ["sm_90"], rules) == []
+    (found,) = kernel_rules.problems(Listing([gather(stack=16, sass=spills), update()], []), ["sm_90"], rules)
+    assert "16 bytes of local memory, 2 accesses to it" in found
+
+
 def test_an_assembler_that_may_contract_is_named():
     assert problems(gather(), update(), options="") == ["ptxas was called without --fmad false, but with ''"]
 
