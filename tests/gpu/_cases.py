@@ -103,13 +103,15 @@ def assert_like_the_oracle(outcome: Outcome, case: Case) -> None:
     applied = int(wanted.valids.sum())
     # With staleness 1 the last batch is looked up twice: once more to have something armed at the end.
     looked_up = [*case.batches, *case.batches[-1:]] if case.staleness else case.batches
-    policy = {"id_policy": case.id_policy, "padding_id": case.padding_id}
-    found = [reference.clean_ids(b.ids, case.rows, **policy)[1] for b in looked_up]
+    bad = [
+        reference.clean_ids(b.ids, case.rows, id_policy=case.id_policy, padding_id=case.padding_id)[1].bad
+        for b in looked_up
+    ]
     counts = {
         "lookups": len(looked_up),
         "updates": applied,
         "skipped_updates": len(case.batches) - applied,
-        "bad_ids": sum(report.bad for report in found),
+        "bad_ids": sum(bad),
         "padding_ids": sum(int(np.count_nonzero(b.ids == case.padding_id)) for b in looked_up),
         "refused_calls": 0,
     }
@@ -232,8 +234,8 @@ def id_cases() -> Iterator[Case]:
 
     wide = tuple(b._replace(ids=b.ids.astype(np.int64)) for b in (batches[0], batches[2]))
     yield Case("64-bit ids", start, wide, ranks=2)
-    few = {"num_unique": 9, "reports": "unique"}
-    yield Case("more distinct ids than num_unique", start, (batches[0], batches[2]), ranks=2, **few)
+    two = (batches[0], batches[2])
+    yield Case("more distinct ids than num_unique", start, two, ranks=2, num_unique=9, reports="unique")
     segments = tuple(with_segments(b, ROWS, TOKENS) for b in (batches[0], batches[2], batches[3]))
     yield Case("segments of the caller", start, segments, ranks=2, padding_id=-1)
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -186,7 +186,7 @@ class NativeRanks:
         if device == "cuda":
             torch.cuda.synchronize()  # uploads went through another stream
 
-    def __enter__(self) -> NativeRanks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+# Streams that share a hardware queue would wait for each other; read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 FOLDER = Path(__file__).parent
 REQUIRED = os.environ.get("ASYNC_EMB_GPU_SUITE") == "1"
 

@@ -104,12 +104,12 @@ def test_a_table_of_more_than_two_to_the_31_elements_is_read_and_written_where_i
         with rank.on_stream():
             inputs = rank.inputs(case.batches[0])
             rank.lookup_begin(inputs.ids)
-            rows = rank.lookup_done(inputs.ids)
+            looked_up = rank.lookup_done(inputs.ids)
             rank.stage(inputs)
             rank.update_begin(case.rule, rank.numbers(case.rule, 0))
             report = rank.update_done()
         torch.cuda.synchronize()
-        assert np.array_equal(to_numpy(rows).view(np.int16), wanted.rows[0].view(np.int16))
+        assert np.array_equal(to_numpy(looked_up).view(np.int16), wanted.rows[0].view(np.int16))
         assert float(report.norm) == wanted.norms[0]
         table = to_numpy(rank.table[places])
         assert np.array_equal(table.view(np.int16), wanted.table.view(np.int16))

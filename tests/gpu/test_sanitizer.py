@@ -30,7 +30,6 @@ def environment() -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer_finds_nothing(tool):
     program = sanitizer()
