@@ -108,6 +108,11 @@ def abort_context(handle: AsyncEmbContextHandle, reason: str) -> None:
     _call(native().abort_context, handle.context_id, reason)
 
 
+def drain(handle: AsyncEmbContextHandle) -> None:
+    """Waits until no work of the context runs. Work that has yet to begin, because a rank is missing, is not awaited."""
+    _call(native().drain, handle.context_id)
+
+
 def check(handle: AsyncEmbContextHandle) -> None:
     """Raises what the context has to say: a call that came at the wrong time, or ids that the policy "error" met.
 

@@ -386,8 +386,18 @@ class TrainStep:
 
     def _wait(self, *, every: bool) -> None:
         """Forgets the steps that have finished, which raises where one has failed; with ``every``, waits for all."""
-        while self._in_flight and (every or self._in_flight[0].is_ready()):
-            jax.block_until_ready(self._in_flight.popleft())
+        try:
+            while self._in_flight and (every or self._in_flight[0].is_ready()):
+                jax.block_until_ready(self._in_flight.popleft())
+        except BaseException:
+            self._drain()  # buffers that the failed step has lent go back with the exception
+            raise
+
+    def _drain(self) -> None:
+        for compiled in self._programs.values():
+            for handle in compiled.program.handles.values():
+                if runtime.is_open(handle):
+                    runtime.drain(handle)
 
     def _check_and_hand_over(self, state: StepState) -> None:
         """Waits and checks. The state that the call was to return goes with the exception."""

@@ -10,8 +10,8 @@ std::int64_t product(const char* what, Factors... factors) {
   return core::checked_product(what, {static_cast<std::int64_t>(factors)...});
 }
 
-template <typename T>
-std::int64_t bytes_of(const std::vector<cuda::DeviceArray<T>>& arrays) {
+template <typename Arrays>
+std::int64_t bytes_of(const Arrays& arrays) {
   std::int64_t total = 0;
   for (const auto& array : arrays) total += array.bytes();
   return total;
@@ -90,10 +90,13 @@ DeviceArena::DeviceArena(const ContextSpec& spec, const core::ColumnLayout& layo
 }
 
 std::int64_t DeviceArena::bytes() const {
-  return rows.bytes() + grads.bytes() + ids.bytes() + unique.bytes() + offsets.bytes() + positions.bytes() +
-         sort_workspace.bytes() + sum_workspace.bytes() + norm_workspace.bytes() + sums.bytes() + subtree_sums.bytes() +
-         statistics.bytes() + levels.bytes() + token_positions.bytes() + bytes_of(rows_inbox) + bytes_of(rows_outbox) +
-         bytes_of(asked) + bytes_of(grads_inbox) + bytes_of(subtree_inbox);
+  std::int64_t total = bytes_of(rows_inbox) + bytes_of(rows_outbox) + bytes_of(asked) + bytes_of(grads_inbox) +
+                       bytes_of(subtree_inbox) + bytes_of(pending_inbox) + bytes_of(round_skip) + bytes_of(done_skip);
+  const auto add = [&](const auto&... arrays) { ((total += arrays.bytes()), ...); };
+  add(rows, grads, ids, unique, offsets, positions, counts, sort_workspace, sum_workspace, norm_workspace, sums);
+  add(subtree_sums, statistics, levels, pending, numbers, outcome, counters, bad_id, too_many, first_differing, always);
+  add(token_positions);
+  return total;
 }
 
 }  // namespace async_emb::context

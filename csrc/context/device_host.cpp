@@ -100,7 +100,6 @@ void DevicePipeline::start_anew(std::int64_t lookup_step, std::int64_t update_st
 // ---- what the host reads ----
 
 std::optional<IdProblem> DevicePipeline::take_id_problem() {
-  drain();
   Lock lock(mutex_);
   std::optional<IdProblem> first;
   for (auto& rank : ranks_) {
@@ -185,8 +184,11 @@ void DevicePipeline::restore_staged(const StagedGradients& staged) {
 }
 
 Stats DevicePipeline::stats() const {
-  Lock lock(mutex_);
-  Stats all = stats_;
+  Stats all;
+  {
+    Lock lock(mutex_);
+    all = stats_;
+  }
   for (const auto& rank : ranks_) {
     cuda::Counters counters;
     const auto guard = rank->device.activate();
@@ -198,6 +200,8 @@ Stats DevicePipeline::stats() const {
     all.skipped_updates += static_cast<std::int64_t>(counters.skipped);
     all.trained_tokens += static_cast<std::int64_t>(counters.trained_tokens);
     all.unique_tokens += static_cast<std::int64_t>(counters.unique_tokens);
+    // Of the calls that a device refuses the first one is known.
+    if (rank->refusal->kind != cuda::RefusalKind::kNone) ++all.refused_calls;
   }
   return all;
 }

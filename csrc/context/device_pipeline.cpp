@@ -57,7 +57,14 @@ DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devic
   }
 }
 
-DevicePipeline::~DevicePipeline() { drain(); }
+DevicePipeline::~DevicePipeline() {
+  // A device that has failed cannot be waited for, and runs nothing any more. What XLA's stream still reads of the
+  // arena is safe too: memory of a GPU is freed when the GPU is done with it.
+  try {
+    drain();
+  } catch (const std::exception&) {
+  }
+}
 
 void DevicePipeline::record(const char* name, int rank, std::int64_t step) const {
   Timeline::shared().record(name, spec_.name, devices_[static_cast<std::size_t>(rank)], step);
@@ -321,6 +328,20 @@ void DevicePipeline::settle(int rank, cuda::Stream stream) {
     Round& round = this->round(channel, counts.armed);
     await_peers(lock, round);
     if (!round.is_void) me.device.wait(stream, me.closed(channel));
+  }
+}
+
+void DevicePipeline::hold(int rank, cuda::Stream stream) noexcept {
+  try {
+    Lock lock(mutex_);
+    Rank& me = of(rank);
+    const auto guard = me.device.activate();
+    for (const int channel : {kLookup, kUpdate}) me.device.wait(stream, me.closed(channel));
+    // And for a round that was broken off half way.
+    me.device.record(me.closed(kUpdate), me.side.get());
+    me.device.wait(stream, me.closed(kUpdate));
+  } catch (const std::exception&) {
+    // The device itself has failed.
   }
 }
 

@@ -60,6 +60,9 @@ class DevicePipeline : public GroupPipeline {
   void update_done(int rank, const Results& results, float* pin, cuda::Stream stream);
   // What follows on `stream` comes after all work that was begun: the table of this rank is at rest.
   void settle(int rank, cuda::Stream stream);
+  // The same for the work that is on the side streams by now, whatever has failed: for a call that ends a program, so
+  // that XLA does not give a buffer away that is in use.
+  void hold(int rank, cuda::Stream stream) noexcept;
 
   std::optional<std::string> take_refusal() override;
   std::optional<IdProblem> take_id_problem() override;

@@ -26,6 +26,9 @@ struct Closed {
 };
 
 struct Registry {
+  // One opening at a time. Never held by a call of a step: opening on a GPU may wait for it, and what it waits for may
+  // need a handler to go on.
+  std::mutex opening;
   std::shared_mutex mutex;
   std::unordered_map<std::int64_t, Entry> open;
   std::unordered_map<std::int64_t, Closed> closed;
@@ -60,10 +63,14 @@ void set_gpu_source(GpuSource source) {
   registry().gpus = std::move(source);
 }
 
-// With the registry's lock held.
 Context::Context(const ContextSpec& spec, Executor& executor) {
   const std::size_t size = static_cast<std::size_t>(spec.group_size);
-  if (!spec.gpus.empty() && !registry().gpus) {
+  GpuSource source;
+  {
+    std::shared_lock lock(registry().mutex);
+    source = registry().gpus;
+  }
+  if (!spec.gpus.empty() && !source) {
     throw Error(FailureKind::kInvalidArgument,
                 "async_emb context '" + spec.name + "' is on GPUs, but the native module was built without CUDA");
   }
@@ -75,22 +82,25 @@ Context::Context(const ContextSpec& spec, Executor& executor) {
       continue;
     }
     std::vector<cuda::Device*> gpus;
-    for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&registry().gpus(spec.gpus[i]));
+    for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&source(spec.gpus[i]));
     groups_.push_back(std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus)));
   }
 }
 
 void open_context(const ContextSpec& spec) {
   Registry& all = registry();
-  std::unique_lock lock(all.mutex);
-  const auto found = all.open.find(spec.id);
-  if (found != all.open.end()) {
-    if (found->second.context->spec().key == spec.key) return;
-    throw Error(FailureKind::kInvalidArgument, "async_emb context id " + std::to_string(spec.id) + " of '" + spec.name +
-                                                   "' is taken by another context, '" +
-                                                   found->second.context->spec().name +
-                                                   "': give one of the tables another name. Keys: " + spec.key +
-                                                   " and " + found->second.context->spec().key);
+  std::lock_guard opening(all.opening);
+  {
+    std::shared_lock lock(all.mutex);
+    const auto found = all.open.find(spec.id);
+    if (found != all.open.end()) {
+      const ContextSpec& other = found->second.context->spec();
+      if (other.key == spec.key) return;
+      throw Error(FailureKind::kInvalidArgument, "async_emb context id " + std::to_string(spec.id) + " of '" +
+                                                     spec.name + "' is taken by another context, '" + other.name +
+                                                     "': give one of the tables another name. Keys: " + spec.key +
+                                                     " and " + other.key);
+    }
   }
   if (spec.devices.empty() || spec.devices.size() % spec.group_size != 0) {
     throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec.name + "' has " +
@@ -106,6 +116,7 @@ void open_context(const ContextSpec& spec) {
         static_cast<int>(i % spec.group_size)};
   }
   for (const auto& group : entry.context->groups()) watch(group);
+  std::unique_lock lock(all.mutex);
   if (auto closed = all.closed.extract(spec.id)) entry.earlier_runs = std::move(closed.mapped().runs);
   all.open.emplace(spec.id, std::move(entry));
 }

@@ -1,6 +1,7 @@
 // Devices on the CUDA runtime.
 #include <cuda_runtime_api.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -60,8 +61,9 @@ class RuntimeDevice : public Device {
           "XLA_PYTHON_CLIENT_MEM_FRACTION, or let it grow with XLA_PYTHON_CLIENT_PREALLOCATE=false");
     }
     check(status, "memory of the GPU cannot be allocated");
-    check(cudaMemset(memory, 0, static_cast<std::size_t>(bytes)), "memory of the GPU cannot be zeroed");
-    check(cudaDeviceSynchronize(), "the GPU does not work");  // other streams do not wait for the memset
+    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), own_stream()),
+          "memory of the GPU cannot be zeroed");
+    check(cudaStreamSynchronize(own_stream()), "memory of the GPU cannot be zeroed");
     return memory;
   }
   void free(void* memory) noexcept override { cudaFree(memory); }
@@ -128,32 +130,46 @@ class RuntimeDevice : public Device {
           "a copy between GPUs cannot be started");
   }
   void read(void* host, const void* from, std::int64_t bytes) override {
-    const CurrentDevice current(ordinal_);
-    check(cudaMemcpy(host, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost),
-          "a copy to the host has failed");
+    move(host, from, bytes, cudaMemcpyDeviceToHost);
   }
-  void write(void* to, const void* host, std::int64_t bytes) override {
-    const CurrentDevice current(ordinal_);
-    check(cudaMemcpy(to, host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
-          "a copy from the host has failed");
-    check(cudaDeviceSynchronize(), "the GPU does not work");
-  }
+  void write(void* to, const void* host, std::int64_t bytes) override { move(to, host, bytes, cudaMemcpyHostToDevice); }
 
   bool reads(const Device& peer) const override {
     const int other = static_cast<const RuntimeDevice&>(peer).ordinal_;
     if (other == ordinal_) return true;
+    std::lock_guard lock(mutex_);
+    const auto known = peers_.find(other);
+    if (known != peers_.end()) return known->second;
     int can = 0;
     check(cudaDeviceCanAccessPeer(&can, ordinal_, other), "peer access is unknown");
-    if (can == 0) return false;
-    const CurrentDevice current(ordinal_);
-    const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
-    if (status != cudaErrorPeerAccessAlreadyEnabled) check(status, "peer access cannot be enabled");
-    cudaGetLastError();
-    return true;
+    if (can != 0) {
+      const CurrentDevice current(ordinal_);
+      const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
+      if (status != cudaErrorPeerAccessAlreadyEnabled) check(status, "peer access cannot be enabled");
+      cudaGetLastError();
+    }
+    return peers_[other] = can != 0;
   }
 
  private:
+  // For what the host moves: waiting for it waits for nobody else's work, as the default stream or the device would.
+  cudaStream_t own_stream() {
+    std::lock_guard lock(mutex_);
+    if (own_stream_ == nullptr) own_stream_ = static_cast<cudaStream_t>(create_stream());
+    return own_stream_;
+  }
+
+  void move(void* to, const void* from, std::int64_t bytes, cudaMemcpyKind kind) {
+    const CurrentDevice current(ordinal_);
+    check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), kind, own_stream()),
+          "a copy between host and GPU cannot be started");
+    check(cudaStreamSynchronize(own_stream()), "a copy between host and GPU has failed");
+  }
+
   const int ordinal_;
+  mutable std::mutex mutex_;
+  mutable std::map<int, bool> peers_;  // by ordinal: whether this device reads its memory
+  cudaStream_t own_stream_ = nullptr;
 };
 
 }  // namespace

@@ -28,6 +28,21 @@ inline DLTensor device_view(ffi::Result<ffi::AnyBuffer>& buffer, const DeviceCal
   return device_view(*buffer, caller);
 }
 
+// Runs the body of a handler with its member. Where it fails, XLA ends the program and takes its buffers back: on its
+// stream that comes after the work that uses them.
+template <typename Body>
+ffi::Error guarded_on_device(const DeviceCaller& caller, std::int64_t context_id, Body body) noexcept {
+  return guarded([&] {
+    const context::Member member = caller.of(context_id);
+    try {
+      body(*member.device_pipeline, member.rank);
+    } catch (...) {
+      member.device_pipeline->hold(member.rank, caller.stream);
+      throw;
+    }
+  });
+}
+
 }  // namespace async_emb::faces
 
 template <>

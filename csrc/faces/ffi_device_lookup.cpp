@@ -9,56 +9,47 @@ using Pin = ffi::BufferR1<ffi::F32>;
 
 ffi::Error begin(DeviceCaller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, Pin /*gate*/,
                  ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     require_alias(table, *table_out, "the table");
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->lookup_begin(member.rank, device_view(token_ids, caller), device_view(table, caller),
-                                         pin->typed_data(), caller.stream);
+    pipeline.lookup_begin(rank, device_view(token_ids, caller), device_view(table, caller), pin->typed_data(),
+                          caller.stream);
   });
 }
 
 // A lease waits at the end of the step (settle), so that it does not stand between a start and the dense compute.
 ffi::Error lease(DeviceCaller caller, ffi::AnyBuffer table, Pin /*pin*/, ffi::Result<ffi::AnyBuffer> table_out,
                  std::int64_t context_id) {
-  return guarded([&] {
-    require_alias(table, *table_out, "the table");
-    caller.of(context_id);
-  });
+  return guarded_on_device(caller, context_id,
+                           [&](context::DevicePipeline&, int) { require_alias(table, *table_out, "the table"); });
 }
 
 ffi::Error done(DeviceCaller caller, Pin pin, ffi::Result<ffi::AnyBuffer> rows, std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->lookup_done(member.rank, pin.typed_data(), nullptr, device_view(rows, caller),
-                                        caller.stream);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    pipeline.lookup_done(rank, pin.typed_data(), nullptr, device_view(rows, caller), caller.stream);
   });
 }
 
 ffi::Error done_checked(DeviceCaller caller, Pin pin, ffi::AnyBuffer token_ids, ffi::Result<ffi::AnyBuffer> rows,
                         std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     const DLTensor ids = device_view(token_ids, caller);
-    member.device_pipeline->lookup_done(member.rank, pin.typed_data(), &ids, device_view(rows, caller), caller.stream);
+    pipeline.lookup_done(rank, pin.typed_data(), &ids, device_view(rows, caller), caller.stream);
   });
 }
 
 ffi::Error now(DeviceCaller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
                std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->lookup_begin(member.rank, device_view(token_ids, caller), device_view(table, caller),
-                                         nullptr, caller.stream);
-    member.device_pipeline->lookup_done(member.rank, nullptr, nullptr, device_view(rows, caller), caller.stream);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    pipeline.lookup_begin(rank, device_view(token_ids, caller), device_view(table, caller), nullptr, caller.stream);
+    pipeline.lookup_done(rank, nullptr, nullptr, device_view(rows, caller), caller.stream);
   });
 }
 
 ffi::Error rest(DeviceCaller caller, ffi::AnyBuffer table, ffi::AnyBuffer /*after*/,
                 ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     require_alias(table, *table_out, "the table");
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->settle(member.rank, caller.stream);
+    pipeline.settle(rank, caller.stream);
   });
 }
 

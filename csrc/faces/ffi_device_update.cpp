@@ -13,22 +13,20 @@ using Pin = ffi::BufferR1<ffi::F32>;
 
 ffi::Error stage(DeviceCaller caller, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
                  std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->stage_update(member.rank, device_view(grads, caller), nullptr, nullptr,
-                                         device_view(pending, caller), pin->typed_data(), caller.stream);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    pipeline.stage_update(rank, device_view(grads, caller), nullptr, nullptr, device_view(pending, caller),
+                          pin->typed_data(), caller.stream);
   });
 }
 
 ffi::Error stage_segments(DeviceCaller caller, ffi::AnyBuffer grads, ffi::AnyBuffer segment_ids,
                           ffi::AnyBuffer unique_tokens, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
                           std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     const DLTensor segments = device_view(segment_ids, caller);
     const DLTensor unique = device_view(unique_tokens, caller);
-    member.device_pipeline->stage_update(member.rank, device_view(grads, caller), &segments, &unique,
-                                         device_view(pending, caller), pin->typed_data(), caller.stream);
+    pipeline.stage_update(rank, device_view(grads, caller), &segments, &unique, device_view(pending, caller),
+                          pin->typed_data(), caller.stream);
   });
 }
 
@@ -52,21 +50,20 @@ ffi::Error begin(DeviceCaller caller, Pin /*gate*/, F32Scalar learning_rate, F32
                  U32Scalar rounding_step, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::Result<Pin> pin,
                  ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
                  std::int64_t context_id, bool clips, bool stochastic_rounding) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->update_begin(
-        member.rank, {.lazy = false, .clips = clips, .stochastic_rounding = stochastic_rounding},
-        {.learning_rate = learning_rate.typed_data(),
-         .eps = eps.typed_data(),
-         .decay = decay.typed_data(),
-         .weight_decay = weight_decay.typed_data(),
-         .max_grad_norm = max_grad_norm.typed_data(),
-         .step = step.typed_data(),
-         .seed = seed.typed_data(),
-         .rounding_step = rounding_step.typed_data()},
-        device_view(table, caller), device_view(row_state, caller), nullptr, pin->typed_data(), caller.stream);
+    pipeline.update_begin(rank, {.lazy = false, .clips = clips, .stochastic_rounding = stochastic_rounding},
+                          {.learning_rate = learning_rate.typed_data(),
+                           .eps = eps.typed_data(),
+                           .decay = decay.typed_data(),
+                           .weight_decay = weight_decay.typed_data(),
+                           .max_grad_norm = max_grad_norm.typed_data(),
+                           .step = step.typed_data(),
+                           .seed = seed.typed_data(),
+                           .rounding_step = rounding_step.typed_data()},
+                          device_view(table, caller), device_view(row_state, caller), nullptr, pin->typed_data(),
+                          caller.stream);
   });
 }
 
@@ -76,23 +73,22 @@ ffi::Error begin_lazy(DeviceCaller caller, Pin /*gate*/, F32Scalar learning_rate
                       ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out,
                       ffi::Result<ffi::AnyBuffer> row_state_out, ffi::Result<ffi::AnyBuffer> last_step_out,
                       std::int64_t context_id, bool clips, bool stochastic_rounding) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
     require_alias(last_step, *last_step_out, "last_step");
-    const context::Member member = caller.of(context_id);
     const DLTensor last = device_view(last_step, caller);
-    member.device_pipeline->update_begin(
-        member.rank, {.lazy = true, .clips = clips, .stochastic_rounding = stochastic_rounding},
-        {.learning_rate = learning_rate.typed_data(),
-         .eps = eps.typed_data(),
-         .decay = decay.typed_data(),
-         .weight_decay = weight_decay.typed_data(),
-         .max_grad_norm = max_grad_norm.typed_data(),
-         .step = step.typed_data(),
-         .seed = seed.typed_data(),
-         .rounding_step = rounding_step.typed_data()},
-        device_view(table, caller), device_view(row_state, caller), &last, pin->typed_data(), caller.stream);
+    pipeline.update_begin(rank, {.lazy = true, .clips = clips, .stochastic_rounding = stochastic_rounding},
+                          {.learning_rate = learning_rate.typed_data(),
+                           .eps = eps.typed_data(),
+                           .decay = decay.typed_data(),
+                           .weight_decay = weight_decay.typed_data(),
+                           .max_grad_norm = max_grad_norm.typed_data(),
+                           .step = step.typed_data(),
+                           .seed = seed.typed_data(),
+                           .rounding_step = rounding_step.typed_data()},
+                          device_view(table, caller), device_view(row_state, caller), &last, pin->typed_data(),
+                          caller.stream);
   });
 }
 
@@ -100,30 +96,27 @@ ffi::Error begin_lazy(DeviceCaller caller, Pin /*gate*/, F32Scalar learning_rate
 ffi::Error lease(DeviceCaller caller, ffi::AnyBuffer table, ffi::AnyBuffer row_state, Pin /*pin*/,
                  ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
                  std::int64_t context_id) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline&, int) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
-    caller.of(context_id);
   });
 }
 
 ffi::Error lease_lazy(DeviceCaller caller, ffi::AnyBuffer table, ffi::AnyBuffer row_state, ffi::AnyBuffer last_step,
                       Pin /*pin*/, ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> row_state_out,
                       ffi::Result<ffi::AnyBuffer> last_step_out, std::int64_t context_id) {
-  return guarded([&] {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline&, int) {
     require_alias(table, *table_out, "the table");
     require_alias(row_state, *row_state_out, "row_state");
     require_alias(last_step, *last_step_out, "last_step");
-    caller.of(context_id);
   });
 }
 
 ffi::Error done(DeviceCaller caller, Pin /*gate*/, ffi::Result<F32Scalar> norm, ffi::Result<S32Scalar> valid,
                 ffi::Result<S32Scalar> pending, ffi::Result<Pin> pin, std::int64_t context_id) {
-  return guarded([&] {
-    const context::Member member = caller.of(context_id);
-    member.device_pipeline->update_done(member.rank, {norm->typed_data(), valid->typed_data(), pending->typed_data()},
-                                        pin->typed_data(), caller.stream);
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    pipeline.update_done(rank, {norm->typed_data(), valid->typed_data(), pending->typed_data()}, pin->typed_data(),
+                         caller.stream);
   });
 }
 

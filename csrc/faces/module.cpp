@@ -185,6 +185,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_open", &context::is_open);
   m.def("open_contexts", &context::open_contexts);
   m.def("close_context", &context::close_context, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "drain",
+      [](std::int64_t id) {
+        for (const auto& group : context::find_context(id)->groups()) group->drain();
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("abort_context", &context::abort_context, py::call_guard<py::gil_scoped_release>());
 
   m.def("stats", &stats);
