@@ -17,7 +17,7 @@ inline namespace ASYNC_EMB_ISA {
 // What one access moves.
 template <int kBytes>
 struct ChunkOf {
-  using Type = core::ArrayPack<std::uint32_t, kBytes / 4>;
+  using Type = core::BitsPack<kBytes / 4>;
 };
 template <>
 struct ChunkOf<4> {
