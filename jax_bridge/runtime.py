@@ -109,7 +109,7 @@ def abort_context(handle: AsyncEmbContextHandle, reason: str) -> None:
 
 
 def drain(handle: AsyncEmbContextHandle) -> None:
-    """Waits until no work of the context runs. Work that has yet to begin, because a rank is missing, is not awaited."""
+    """Waits until no work of the context runs. Work that has yet to begin (a rank is missing) is not awaited."""
     _call(native().drain, handle.context_id)
 
 

@@ -282,7 +282,6 @@ class Compiled:
         self.step = jax.jit(program.stale, donate_argnums=(0,))
         take_tables = functools.partial(jax.jit, donate_argnums=(0,))
 
-
         def arm_and_settle(tables: Any, ids: Any, gate: Any = None) -> Any:
             tables, pins, gate = program.arm(tables, ids, gate)
             return program.settle(tables, gate), pins

@@ -47,8 +47,8 @@ inline void require_countable(const char* launch, const char* what, std::int64_t
 template <int k>
 using Constant = std::integral_constant<int, k>;
 
-// Calls f with N as a constant: the elements of one access to rows of Element, at most `most` and at most 16 bytes. Sizes
-// between 8 bytes and one element have no kernels of their own.
+// Calls f with N as a constant: the elements of one access to rows of Element, at most `most` and at most 16 bytes.
+// Sizes between 8 bytes and one element have no kernels of their own.
 template <class Element, class F>
 void with_pack(std::int64_t most, F f) {
   if constexpr (sizeof(Element) == 2) {

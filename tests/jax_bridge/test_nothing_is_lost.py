@@ -220,7 +220,8 @@ def test_what_is_left_of_a_failed_step_does_not_meet_the_context_that_is_opened_
     for _ in range(3):
         fault.armed = True
         arrays, *_ = step(*per_shard.with_batch(handle, start, batches[0]))
-        assert fault.raised.wait(60) and late.wait(60)
+        assert fault.raised.wait(60)
+        assert late.wait(60)
         close_at_once(handle)
         runtime.open_context(handle)
         fault.armed = False
