@@ -120,9 +120,12 @@ ASYNC_EMB_INLINE void write_root(Lanes lanes, const core::FloatPack<N> (&sums)[k
       for (int k = 0; k < kPacks; ++k) roots[r][k] += lanes.exchange(roots[r][k], mask);
     }
   }
-  ASYNC_EMB_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    if (lanes.index() == r % Lanes::kCount && to[r] != nullptr) *to[r] = core::canonical(core::fold<kPacks>(roots[r]));
+  // One lane for all rows: a lane for each would index the arrays at run time, and they would lie in memory.
+  if (lanes.index() == 0) {
+    ASYNC_EMB_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (to[r] != nullptr) *to[r] = core::canonical(core::fold<kPacks>(roots[r]));
+    }
   }
 }
 

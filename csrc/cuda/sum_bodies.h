@@ -200,7 +200,7 @@ struct LaterBlocks : SumWork {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
-  static constexpr int kResident = 3;
+  static constexpr int kResident = 2;
   static constexpr int kInFlight = 8;
   static const char* name() { return "segment_sum (later blocks)"; }
 
@@ -272,7 +272,7 @@ struct CombineBlocks : SumWork {
   static constexpr int kLanes = 32;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
-  static constexpr int kResident = 3;
+  static constexpr int kResident = 2;
   static constexpr int kInFlight = 16;
   static const char* name() { return "segment_sum (combine)"; }
 

@@ -39,7 +39,7 @@ struct UpdateRows {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
-  static constexpr int kResident = N * sizeof(Weight) == 16 ? (kStochastic ? 2 : 3) : 4;
+  static constexpr int kResident = N * sizeof(Weight) == 16 ? (kStochastic ? 2 : 3) : (kStochastic ? 3 : 4);
   static const char* name() { return "rowwise_adagrad"; }
 
   RowwiseAdagrad job;

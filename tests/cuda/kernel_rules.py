@@ -39,7 +39,6 @@ class Rule:
     registers: int  # at most
     wide: str = ""  # pattern: which of the instances move 16 bytes at once
     shared: int = 0  # bytes of a block at most
-    local: int = 0  # bytes of a thread at most
 
 
 # Registers decide how many blocks of 256 threads, which all our kernels have, fit into a multiprocessor: 6 with 40,
@@ -51,14 +50,14 @@ RULES = (
     Rule("gather rows", "GatherChunks<", registers=40, wide="<16,"),
     Rule("deliver rows", "DeliverChunks<", registers=40, wide="<16>"),
     Rule("segment sum", "FirstBlocks<", registers=80, wide="<float, 4,|Float16, 8,"),
-    Rule("segment sum, later blocks", "LaterBlocks<", registers=80, wide="<float, 4,|Float16, 8,"),
-    Rule("segment sum, long segments", "(CombineBlocks|LongSquares)", registers=80),
+    # Of long segments only; eight or sixteen rows in flight need more registers on 10.0 than three blocks leave.
+    Rule("segment sum, later blocks", "LaterBlocks<", registers=128, wide="<float, 4,|Float16, 8,"),
+    Rule("segment sum, long segments", "(CombineBlocks|LongSquares)", registers=128),
     Rule("update fp32", "UpdateRows<float", registers=80, wide="<float, 4,"),
     Rule("update 16-bit", "UpdateRows<.*false", registers=80, wide="Float16, 8,"),
-    # These draw their random numbers in the same kernel. Where rows are no multiple of 16 bytes, which is no width to
-    # choose, float16 spills two to four registers to keep four blocks on a multiprocessor.
+    # These draw their random numbers in the same kernel.
     Rule("update 16-bit, stochastic", "UpdateRows<.*16, 8,.*true", registers=128, wide="Float16, 8,"),
-    Rule("update 16-bit, stochastic, narrow", "UpdateRows<.*true", registers=64, local=16),
+    Rule("update 16-bit, stochastic, narrow", "UpdateRows<.*true", registers=80),
     # The stacks of dyadic sums, in shared memory.
     Rule("row statistic", "FinishRows", registers=64, shared=33 * 1024),
     Rule("norm and decision", "(SumTiles|DecideUpdate)", registers=64),
@@ -127,7 +126,7 @@ def _problems_of(kernel: Kernel, rules: tuple[Rule, ...]) -> Iterable[str]:
         yield f"{kernel.registers} registers, more than {rule.registers}"
     if kernel.shared > rule.shared:
         yield f"{kernel.shared} bytes of shared memory, more than {rule.shared}"
-    if kernel.stack + kernel.local > rule.local or (kernel.local_accesses and not rule.local):
+    if kernel.stack + kernel.local or kernel.local_accesses:
         yield f"{kernel.stack + kernel.local} bytes of local memory, {kernel.local_accesses} accesses to it"
     if _is_wide(kernel, rule):
         if not kernel.wide_loads:
