@@ -24,6 +24,7 @@ from .ops import (
     rowwise_adagrad_lazy_update_start,
     rowwise_adagrad_update_done,
     rowwise_adagrad_update_start,
+    settle,
     stage_update,
 )
 from .optimizers import RowOptimizer, RowwiseAdagrad
@@ -75,6 +76,7 @@ __all__ = [
     "rowwise_adagrad_lazy_update_start",
     "rowwise_adagrad_update_done",
     "rowwise_adagrad_update_start",
+    "settle",
     "stage_update",
     "start_timeline",
     "stats",

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import ContextError, ContextWarning, IdError
+from .errors import ContextError, ContextWarning, IdError, PipelineError, own_corrections
 from .mesh import pad_width, replica_groups
 from .optimizers import RowOptimizer
 from .token_ids import as_int32, as_integers, require_in_table
@@ -101,18 +101,21 @@ class AsyncEmbedding:
         self._told: dict[int, float] = {}  # by context: refused calls and bad ids when it was last checked
         self._early: dict[int, IdError] = {}  # by context: what has_news has taken from it
         # Checks everything that does not depend on the batch, with the smallest batch there is.
-        ranks = self._ranks()
-        self._make_handle(ranks, "train")
+        with own_corrections({"table_axis", "data_axis", "dtype", "id_policy", "padding_id", "num_unique", "name"}):
+            ranks = self._ranks()
+            self._make_handle(ranks, "train")
         self.padded_width = pad_width(self.width, ranks)
 
     # ---- state ----
 
     def init(self, key: Any) -> TableState:
         """A fresh state: the same bits on any number of ranks."""
+        runtime.require_devices(self.smallest_handle())
         return TableState(self._make_weights(key), self._place_optimizer(self.optimizer.init(self.rows)))
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
         """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
+        runtime.require_devices(self.smallest_handle())
         weights = with_dtype(weights, self.dtype)
         if weights.shape != (self.rows, self.width):
             raise ContextError(
@@ -147,6 +150,11 @@ class AsyncEmbedding:
         """
         ids = self.prepare_ids(np.asarray(jax.device_get(token_ids)))
         flat = ids.reshape(-1)
+        if state.weights.is_deleted():
+            raise PipelineError(
+                f"async_emb {self.name!r}: this table was given to a step since, which has taken its buffer. Look up in "
+                "the tables of the state that the last call returned"
+            )
         if flat.size == 0:
             return jnp.zeros((*ids.shape, self.width), self.dtype)
         # Powers of two, so that evaluation over many batch sizes compiles a handful of programs.

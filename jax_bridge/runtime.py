@@ -91,6 +91,11 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
         raise ContextError(f"async_emb context {handle.name!r} cannot be opened: {error}") from error
 
 
+def require_devices(handle: AsyncEmbContextHandle) -> None:
+    """Raises ContextError where a context of this handle could not be opened on its devices. Opens nothing."""
+    _local_gpus(handle)
+
+
 def is_open(handle: AsyncEmbContextHandle) -> bool:
     """Whether the handle's context is open in this process."""
     return bool(native().is_open(handle.context_id))

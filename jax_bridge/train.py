@@ -20,7 +20,7 @@ from .errors import AsyncEmbError, IdError, PipelineError
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, StepProgram, StepState
 from .token_ids import as_int32
-from .train_checks import check_arguments
+from .train_checks import check_arguments, require_usable
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -136,6 +136,7 @@ class TrainStep:
                 this call has run: call again with the same state. Only with ``sync_errors`` it is about this step,
                 which has run: go on from the exception's attribute ``state``.
         """
+        require_usable(state, batch, upcoming, staleness=self.staleness)
         self.check()
         ids = self._ids(batch)
         placed = batches.place(self.tables, ids)
@@ -243,8 +244,11 @@ class TrainStep:
         return snapshots.take(self.tables, handles, state, self._armed)
 
     def restore(self, snapshot: Snapshot) -> StepState:
-        """The state of a snapshot, on this step's mesh: any number of ranks. The next call continues bit for bit. Drops
-        what an earlier state had under way.
+        """The state of a snapshot, on this step's mesh. Drops what an earlier state had under way.
+
+        The next call continues bit for bit on the same number of devices. On another number the tables still hold the
+        same bits, and XLA's dense products differ in rounding. Staged gradients keep their batch size, which the number
+        of devices must divide: for any other number, flush before the snapshot.
 
         Raises:
             ContextError: the snapshot is of other tables, or another schedule.

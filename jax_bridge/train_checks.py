@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from .embedding import AsyncEmbedding
-from .errors import ContextError
+from .errors import ContextError, PipelineError
 
 
 def check_arguments(
@@ -50,3 +52,19 @@ def check_arguments(
     names = [table.name for table in tables.values()]
     if len(set(names)) < len(names):
         raise ContextError(f"async_emb train_step: table names {names} repeat; contexts are told apart by name")
+
+
+def require_usable(state: Any, *batches: Any, staleness: int) -> None:
+    """Refuses a state that a step has taken already, and a step with staleness 1 inside of another compiled function."""
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in leaves):
+        raise PipelineError(
+            "async_emb: this state was given to a step before, which has taken its buffers (donate=True). Go on from the "
+            "state that the last call returned"
+        )
+    if staleness and any(isinstance(x, jax.core.Tracer) for x in [*leaves, *jax.tree.leaves(batches)]):
+        raise PipelineError(
+            "async_emb: a step with staleness 1 was called inside of jax.jit, jax.lax.scan or another transformation. It "
+            "is compiled already, and keeps on the host what is under way between two calls: call it directly. For a "
+            "compiled loop use step.program, whose parts are pure"
+        )

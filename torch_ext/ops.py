@@ -9,7 +9,8 @@ One exact training step on one device:
     rowwise_adagrad_(table, row_state, unique, sums, statistics, learning_rate=0.05, eps=1e-8)
 
 The operators are ``torch.ops.async_emb.*``; the functions here only document them. They work under ``torch.compile``
-and ``torch.export``, have no autograd formulas, and give the same bits for any number of threads.
+and ``torch.export`` and give the same bits for any number of threads. ``gather_rows`` is differentiable in the table; its
+gradient is sparse (COO, one row for each id), as that of ``torch.nn.functional.embedding(..., sparse=True)``.
 
 Everywhere, the id -1 stands for "no row": it reads zeros and its gradient goes nowhere. Any other id outside of the
 table raises IndexError, with the id, its position and the number of rows. A wrong dtype raises TypeError, a wrong shape
@@ -18,7 +19,7 @@ ValueError.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -41,7 +42,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
       ids: any shape, int32 or int64, contiguous.
 
     Returns:
-      [*ids.shape, width], the dtype of ``table``.
+      [*ids.shape, width], the dtype of ``table``. Differentiable in ``table``, with a sparse gradient.
     """
     return _ops.gather_rows(table, ids)
 
@@ -197,6 +198,24 @@ def rowwise_adagrad_lazy_(
 def _(table: Tensor, ids: Tensor) -> Tensor:
     torch._check(table.dim() == 2, lambda: f"gather_rows: table must have the shape [rows, width], got {table.shape}")
     return table.new_empty((*ids.shape, table.shape[1]))
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    table, ids = inputs
+    ctx.save_for_backward(ids)
+    ctx.shape = table.shape
+
+
+def _gradient_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (ids,) = ctx.saved_tensors
+    rows = grad.reshape(-1, ctx.shape[1])
+    ids = ids.reshape(-1).long()
+    keep = ids >= 0  # -1 reads zeros, which do not depend on the table
+    gradient = torch.sparse_coo_tensor(ids[keep][None], rows[keep], ctx.shape, check_invariants=False)
+    return gradient, None
+
+
+torch.library.register_autograd("async_emb::gather_rows", _gradient_rows, setup_context=_keep_ids)
 
 
 @torch.library.register_fake("async_emb::unique_ids")

@@ -191,3 +191,32 @@ class TestRowwiseAdagrad:
         rowwise_adagrad_(batch.table, batch.row_state, *summed(batch), **PLAIN)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (0,)])
+def test_the_gradient_of_gather_rows_is_that_of_a_sparse_embedding(shape):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(10, 4, generator=generator).requires_grad_()
+    same = table.detach().clone().requires_grad_()
+    ids = torch.randint(0, 10, shape, generator=generator)
+    factors = torch.randn(*shape, 4, generator=generator)
+    (torch.ops.async_emb.gather_rows(table, ids) * factors).sum().backward()
+    (torch.nn.functional.embedding(ids, same, sparse=True) * factors).sum().backward()
+    assert table.grad.is_sparse
+    torch.testing.assert_close(table.grad.to_dense(), same.grad.to_dense(), rtol=0, atol=0)
+
+
+def test_an_entry_without_a_row_has_no_gradient():
+    table = torch.randn(5, 3, requires_grad=True)
+    torch.ops.async_emb.gather_rows(table, torch.tensor([-1, 2, -1])).sum().backward()
+    assert table.grad.to_dense().nonzero()[:, 0].unique().tolist() == [2]
+
+
+def test_gradients_reach_what_was_put_into_the_table():
+    weights = torch.randn(5, 3, dtype=torch.float32, requires_grad=True)
+    rows = torch.ops.async_emb.gather_rows(weights * 2, torch.tensor([1, 1]))
+    rows.sum().backward()
+    assert weights.grad.to_dense()[1].tolist() == [4, 4, 4]
