@@ -152,8 +152,8 @@ class AsyncEmbedding:
         flat = ids.reshape(-1)
         if state.weights.is_deleted():
             raise PipelineError(
-                f"async_emb {self.name!r}: this table was given to a step since, which has taken its buffer. Look up in "
-                "the tables of the state that the last call returned"
+                f"async_emb {self.name!r}: this table was given to a step since, which has taken its buffer. Look up "
+                "in the tables of the state that the last call returned"
             )
         if flat.size == 0:
             return jnp.zeros((*ids.shape, self.width), self.dtype)

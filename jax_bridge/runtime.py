@@ -152,8 +152,8 @@ def stats(handle: AsyncEmbContextHandle) -> dict[str, float]:
     Counts: ``lookups``, ``tokens``, ``updates`` (applied), ``skipped_updates``, ``trained_tokens``, ``unique_tokens``,
     ``bad_ids``, ``padding_ids``, ``saturated`` (fp16 stores), ``refused_calls``, and the native calls of each kind
     (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``arena_bytes``. ``unique_share`` is unique
-    over trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks; 0
-    on GPUs, where a stream waits and the host does not see it.
+    over trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks;
+    0 on GPUs, where a stream waits and the host does not see it.
     """
     counts: dict[str, float] = dict(_call(native().stats, handle.context_id))
     counts["unique_share"] = counts["unique_tokens"] / max(counts["trained_tokens"], 1)

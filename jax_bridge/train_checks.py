@@ -59,12 +59,12 @@ def require_usable(state: Any, *batches: Any, staleness: int) -> None:
     leaves = jax.tree.leaves(state)
     if any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in leaves):
         raise PipelineError(
-            "async_emb: this state was given to a step before, which has taken its buffers (donate=True). Go on from the "
-            "state that the last call returned"
+            "async_emb: this state was given to a step before, which has taken its buffers (donate=True). Go on from "
+            "the state that the last call returned"
         )
     if staleness and any(isinstance(x, jax.core.Tracer) for x in [*leaves, *jax.tree.leaves(batches)]):
         raise PipelineError(
-            "async_emb: a step with staleness 1 was called inside of jax.jit, jax.lax.scan or another transformation. It "
-            "is compiled already, and keeps on the host what is under way between two calls: call it directly. For a "
-            "compiled loop use step.program, whose parts are pure"
+            "async_emb: a step with staleness 1 was called inside of jax.jit, jax.lax.scan or another transformation. "
+            "It is compiled already, and keeps on the host what is under way between two calls: call it directly. For "
+            "a compiled loop use step.program, whose parts are pure"
         )

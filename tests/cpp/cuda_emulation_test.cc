@@ -52,8 +52,9 @@ void expect_same_sums(const Result& got, const Problem& p, const Layout& layout,
   EXPECT_EQ(cpu::bits(got.subtree_sums), cpu::bits(subtree_sums)) << what;
 }
 
-// Against every kernel table of the CPU, which have one outcome.
-void expect_like_the_cpu(const Problem& p, const Layout& layout = {}) {
+// Against every kernel table of the CPU, which have one outcome; with all sums written, and without those of single
+// occurrences.
+void expect_like_the_cpu(const Problem& p, Layout layout = {}) {
   const Result got = run_launches(emulated_launches(), p, layout);
   const std::string what = describe(p, layout);
   for (const cpu::Kernels* kernels : cpu::all_kernels()) {
@@ -63,6 +64,88 @@ void expect_like_the_cpu(const Problem& p, const Layout& layout = {}) {
   EXPECT_EQ(got.decided.valid, 1) << what << ": nothing was applied, so nothing was compared";
   EXPECT_EQ(got.counters.applied, 1u) << what;
   EXPECT_EQ(got.finding.step, 0) << what;
+
+  layout.leaves_singles = true;
+  const Result without = run_launches(emulated_launches(), p, layout);
+  expect_same(without, got.outcome, got.decided.norm, what + " without singles");
+  EXPECT_EQ(cpu::bits(without.subtree_sums), cpu::bits(got.subtree_sums)) << what;
+}
+
+TEST(CudaEmulation, WritesNoSumOfASingleOccurrence) {
+  for (const std::int64_t width : {3, 64, 100, 256}) {
+    Problem p = cpu::random_problem(DType::kFloat32, width, 99, 4);
+    p.ids = {5, 2, 5, 9};
+    Layout layout;
+    layout.leaves_singles = true;
+    const Result got = run_launches(emulated_launches(), p, layout);
+    for (std::int64_t i = 0; i < 3 * width; ++i) {
+      const bool is_single = i / width != 1;
+      EXPECT_EQ(core::bits_of(got.sums[0][static_cast<std::size_t>(i)]) == 0xffffffffu, is_single) << i;
+    }
+  }
+}
+
+TEST(CudaEmulation, RefusesToReadSingleGradientsOfAnotherDtype) {
+  cuda::SegmentSum sums;
+  sums.grad_dtype = DType::kBFloat16;
+  sums.leaves_singles = true;
+  cuda::RowwiseAdagrad update;
+  update.sum_job = &sums;
+  update.max_segments = 1;
+  EXPECT_THROW(emulated_launches().rowwise_adagrad(update, nullptr), std::runtime_error);
+}
+
+// The draws of stochastic rounding belong to columns of the whole row, wherever a shard begins.
+TEST(CudaEmulation, RoundsAShardByItsPlaceInTheRow) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t begin : {0, 1, 2, 4, 6, 8, 20}) {
+      Problem p = cpu::random_problem(dtype, 16, 77, 1);
+      const std::int32_t row = 3;
+      const std::vector<float> sums(16, 0.37f), statistics = {2.0f};
+      const cuda::BatchCounts counts{1, 1, 1};
+      const cuda::RuleNumbers numbers{.learning_rate = 0.1f, .eps = 1e-8f, .step = 4, .seed = 5, .rounding_step = 6};
+      const cuda::Outcome outcome{1, 1, 1, 1};
+      cuda::Counters counters;
+      Buffer table = buffer_of(p.table), aligned_sums = buffer_of(sums);
+      cuda::RowwiseAdagrad job;
+      job.table_dtype = dtype;
+      job.table = table.at();
+      job.table_row_stride = job.width = 16;
+      job.column_begin = begin;
+      job.logical_width = 64;
+      job.row_state = p.state.data();
+      job.unique = &row;
+      job.sums = aligned_sums.as<float>();
+      job.statistics = statistics.data();
+      job.counts = &counts;
+      job.max_segments = 1;
+      job.numbers = &numbers;
+      job.outcome = &outcome;
+      job.stochastic_rounding = true;
+      job.counters = &counters;
+      std::vector<float> state = p.state;
+      emulated_launches().rowwise_adagrad(job, nullptr);
+
+      cpu::RowwiseAdagrad expected;
+      expected.table_dtype = dtype;
+      expected.table = p.table.data();
+      expected.table_row_stride = expected.width = 16;
+      expected.column_begin = begin;
+      expected.logical_width = 64;
+      expected.row_state = state.data();
+      expected.unique = &row;
+      expected.sums = sums.data();
+      expected.statistics = statistics.data();
+      expected.end = 1;
+      expected.learning_rate = 0.1f;
+      expected.eps = 1e-8f;
+      expected.stochastic_rounding = true;
+      expected.seed = 5;
+      expected.rounding_step = 6;
+      cpu::all_kernels()[0]->rowwise_adagrad(expected);
+      EXPECT_EQ(0, std::memcmp(table.at(), p.table.data(), p.table.size())) << core::name_of(dtype) << " " << begin;
+    }
+  }
 }
 
 TEST(CudaEmulation, UpdatesLikeTheCpuForEveryWidthDtypeAndRule) {
@@ -258,6 +341,7 @@ TEST(CudaEmulation, AppliesNothingWhereTheNormIsNotFinite) {
       core::store_pack(value, p.grads.data() + 4 * at);
       const Result got = run_launches(emulated_launches(), p);
       expect_nothing_applied(got, p, 1);
+      expect_same_sums(got, p, {}, "not finite");
       EXPECT_EQ(got.decided.pending, 1);
       EXPECT_EQ(core::bits_of(got.decided.norm), value == value ? 0x7f800000u : core::kCanonicalNaN);
     }

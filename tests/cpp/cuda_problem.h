@@ -55,6 +55,7 @@ struct Layout {
   std::int64_t limit = std::numeric_limits<std::int32_t>::max();
   std::vector<std::int32_t> pending = {1};  // of each rank; as many as are given
   std::int32_t skip = 0;
+  bool leaves_singles = false;
 };
 
 struct Result {
@@ -104,6 +105,7 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
   }
 
   std::vector<Buffer> sums, subtree_sums;
+  std::vector<cuda::SegmentSum> sum_jobs;
   const std::vector<std::int8_t> levels = columns.levels();
   cuda::RowStatistic statistic;
   for (int rank = 0; rank < layout.ranks; ++rank) {
@@ -129,7 +131,9 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
     job.workspace = workspace.at();
     job.workspace_bytes = launches.segment_sum_workspace(tokens, width);
     job.skip = &layout.skip;
+    job.leaves_singles = layout.leaves_singles;
     launches.segment_sum(job, nullptr);
+    sum_jobs.push_back(job);
     statistic.subtree_sums[rank] = job.subtree_sums;
     statistic.subtrees[rank] = static_cast<std::int32_t>(columns.subtree_count(rank));
     result.sums.emplace_back(job.sums, job.sums + kept * width);
@@ -204,6 +208,7 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
     job.last_step = p.lazy ? last_step.data() : nullptr;
     job.unique = index.unique;
     job.sums = sums[static_cast<std::size_t>(rank)].as<float>();
+    job.sum_job = &sum_jobs[static_cast<std::size_t>(rank)];
     job.statistics = statistic.statistics;
     job.counts = &result.counts;
     job.max_segments = statistic.max_segments;
@@ -229,14 +234,19 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
   return result;
 }
 
-// What is common to both kinds of outcome; the CPU's knows the sum where the launches know its root.
-inline void expect_same(const Result& got, const Outcome& expected, const std::string& what) {
+// `norm` belongs to the expected outcome.
+inline void expect_same(const Result& got, const Outcome& expected, float norm, const std::string& what) {
   EXPECT_EQ(cpu::bits(got.outcome.statistics), cpu::bits(expected.statistics)) << what;
-  EXPECT_EQ(core::bits_of(got.decided.norm), core::bits_of(core::gradient_norm(expected.total))) << what;
+  EXPECT_EQ(core::bits_of(got.decided.norm), core::bits_of(norm)) << what;
   EXPECT_EQ(cpu::bits(got.outcome.state), cpu::bits(expected.state)) << what;
   EXPECT_EQ(got.outcome.last_step, expected.last_step) << what;
   EXPECT_TRUE(got.outcome.table == expected.table) << what << ": the tables differ";
   EXPECT_EQ(got.outcome.saturated, expected.saturated) << what;
+}
+
+// The CPU's outcome knows the sum of all statistics, not its root.
+inline void expect_same(const Result& got, const Outcome& expected, const std::string& what) {
+  expect_same(got, expected, core::gradient_norm(expected.total), what);
 }
 
 }  // namespace async_emb::testing
