@@ -55,7 +55,7 @@ def check_arguments(
 
 
 def require_usable(state: Any, *batches: Any, staleness: int) -> None:
-    """Refuses a state that a step has taken already, and a step with staleness 1 inside of another compiled function."""
+    """Refuses a state that a step has taken already, and a step with staleness 1 inside of another program."""
     leaves = jax.tree.leaves(state)
     if any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in leaves):
         raise PipelineError(

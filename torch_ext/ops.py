@@ -9,8 +9,8 @@ One exact training step on one device:
     rowwise_adagrad_(table, row_state, unique, sums, statistics, learning_rate=0.05, eps=1e-8)
 
 The operators are ``torch.ops.async_emb.*``; the functions here only document them. They work under ``torch.compile``
-and ``torch.export`` and give the same bits for any number of threads. ``gather_rows`` is differentiable in the table, with
-a sparse gradient (COO, one row for each id), as that of ``torch.nn.functional.embedding(..., sparse=True)``.
+and ``torch.export``, and give the same bits for any number of threads. ``gather_rows`` is differentiable in the table:
+its gradient is sparse (COO, one row for each id), as that of ``torch.nn.functional.embedding(..., sparse=True)``.
 
 Everywhere, the id -1 stands for "no row": it reads zeros and its gradient goes nowhere. Any other id outside of the
 table raises IndexError, with the id, its position and the number of rows. A wrong dtype raises TypeError, a wrong shape
