@@ -230,7 +230,7 @@ struct FinishUnique {
 
   template <class Lanes>
   ASYNC_EMB_INLINE void operator()(Lanes lanes, Share share) const {
-    const std::int32_t distinct = job.counts->distinct;
+    const std::int32_t distinct = job.count > 0 ? job.counts->distinct : 0;
     const auto rows = static_cast<std::uint32_t>(job.rows);
     for (std::int64_t i = share.lane_first(lanes); i <= job.count; i += share.lane_step(lanes)) {
       if (i < distinct) job.unique[i] = static_cast<std::int32_t>(keys[job.offsets[i]]);
@@ -242,6 +242,7 @@ struct FinishUnique {
 
   ASYNC_EMB_INLINE void finish(std::int32_t distinct, std::int32_t tokens) const {
     job.offsets[distinct] = tokens;
+    job.counts->distinct = distinct;
     const bool too_many = distinct > job.limit;
     job.counts->kept = too_many ? static_cast<std::int32_t>(job.limit) : distinct;
     job.counts->trained = too_many ? job.offsets[job.limit] : tokens;

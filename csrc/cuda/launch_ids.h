@@ -1,6 +1,7 @@
 // How the jobs on ids are launched.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <stdexcept>
 
@@ -68,9 +69,10 @@ void unique_ids(const UniqueIds& job, Stream stream) {
   if (scratch.bytes < 0) throw std::runtime_error("async_emb: unique_ids: the workspace is too small");
   if (job.count > 0) {
     Runner::run(MakeKeys{job.ids, job.count, rows, keys, positions}, groups_for(job.count), stream);
-    Runner::sort(keys, sorted, positions, job.positions, job.count, std::bit_width(rows), scratch, stream);
+    const int bits = std::max(static_cast<int>(std::bit_width(rows)), 1);
+    Runner::sort(keys, sorted, positions, job.positions, job.count, bits, scratch, stream);
+    Runner::select(starts, job.count, job.offsets, &job.counts->distinct, scratch, stream);
   }
-  Runner::select(starts, job.count, job.offsets, &job.counts->distinct, scratch, stream);
   Runner::run(FinishUnique{job, sorted}, groups_for(job.count + 1), stream);
 }
 

@@ -79,18 +79,14 @@ void segment_sum(const SegmentSum& job, Stream stream) {
     throw std::runtime_error("async_emb: segment_sum: the workspace is too small");
   SumWork work;
   work.job = job;
-  work.tokens_per_block = fast_divide(std::max<std::int64_t>(job.tokens_per_block, 1));
+  work.grads = grad_rows_of(job);
   work.subtrees = core::count_subtrees(job.column_begin, job.column_begin + job.width);
   work.long_segment = static_cast<std::int32_t*>(job.workspace);
   work.block_sums = reinterpret_cast<float*>(static_cast<char*>(job.workspace) + layout.sums_offset);
 
-  const std::int64_t element = core::size_of(job.grad_dtype);
-  std::int64_t bits = (job.grad_row_stride | job.column_begin) * element;
-  for (int b = 0; b < job.num_blocks; ++b) bits |= address_of(job.blocks[b]);
-  const std::int64_t most = std::min(
-      {common_alignment({bits}) / element,
-       common_alignment({address_of(job.sums), address_of(work.block_sums)}) == 16 ? std::int64_t{16} : std::int64_t{1},
-       job.width & -job.width});
+  const bool aligned_sums = common_alignment({address_of(job.sums), address_of(work.block_sums)}) == 16;
+  const std::int64_t most =
+      std::min({aligned_elements(job), aligned_sums ? std::int64_t{16} : std::int64_t{1}, job.width & -job.width});
   with_element(job.grad_dtype, [&](auto grad) {
     using Grad = decltype(grad);
     with_pack<Grad>(most, [&](auto n) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/launch_shape.h"
 #include "cuda/launches.h"
@@ -14,8 +16,14 @@ template <class Runner, class Weight, int N, bool kStochastic>
 void update_rows(const RowwiseAdagrad& job, Stream stream) {
   constexpr int kRows = sizeof(Weight) == 4 ? 4 : 2;
   with_group<Weight, N>(job.width / N, [&](auto lanes) {
-    Runner::run(UpdateRows<Weight, N, lanes.value, kRows, kStochastic>{job}, ceil_divide(job.max_segments, kRows),
-                stream);
+    UpdateRows<Weight, N, lanes.value, kRows, kStochastic> body;
+    body.job = job;
+    if (job.sum_job != nullptr && job.sum_job->leaves_singles) {
+      body.grads = grad_rows_of(*job.sum_job);
+      body.offsets = job.sum_job->offsets;
+      body.positions = job.sum_job->positions;
+    }
+    Runner::run(body, ceil_divide(job.max_segments, kRows), stream);
   });
 }
 
@@ -27,6 +35,14 @@ void rowwise_adagrad(const RowwiseAdagrad& job, Stream stream) {
   if (address_of(job.sums) % 16 != 0) most = 1;
   if (job.width % 16 != 0) most = std::min(most, job.width & -job.width);
   if (job.stochastic_rounding && job.column_begin % 4 != 0) most = 1;  // one draw rounds four columns
+  if (job.sum_job != nullptr && job.sum_job->leaves_singles) {
+    if (job.sum_job->grad_dtype != job.table_dtype) {
+      throw std::runtime_error(std::string("async_emb: rowwise_adagrad: single gradients of dtype ") +
+                               core::name_of(job.sum_job->grad_dtype) + " are left for a table of dtype " +
+                               core::name_of(job.table_dtype));
+    }
+    most = std::min(most, aligned_elements(*job.sum_job));
+  }
   with_element(job.table_dtype, [&](auto weight) {
     using Weight = decltype(weight);
     with_pack<Weight>(most, [&](auto n) {

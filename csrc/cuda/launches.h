@@ -225,6 +225,9 @@ struct SegmentSum {
   const BatchCounts* counts = nullptr;
   std::int64_t max_segments = 0;  // counts->kept is at most that
   std::int64_t max_tokens = 0;
+  // May leave out the sum of a segment with one occurrence, which would be its gradient row. Then the update is given
+  // this job too, and the gradient rows must stay until it is over. Saves much traffic where few ids repeat.
+  bool leaves_singles = false;
   float* sums = nullptr;          // row u at u * width
   float* subtree_sums = nullptr;  // row u at u * subtrees of this shard
   // [segment_sum_workspace(max_tokens, width)] bytes, at a multiple of 256: block sums of long segments.
@@ -273,6 +276,8 @@ struct RowwiseAdagrad {
   std::int32_t* last_step = nullptr;  // null: the plain form
   const std::int32_t* unique = nullptr;
   const float* sums = nullptr;
+  // Null, or the job that wrote the sums, of gradients of the table's dtype: read while launching, and no longer.
+  const SegmentSum* sum_job = nullptr;
   const float* statistics = nullptr;
   const BatchCounts* counts = nullptr;
   std::int64_t max_segments = 0;

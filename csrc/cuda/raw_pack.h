@@ -28,6 +28,37 @@ ASYNC_EMB_INLINE core::FloatPack<N> widened(core::HalvesPack<N> raw, Half) {
   return core::float_of<N>(raw, Half{});
 }
 
+// Halves on their way in the registers of a float pack, so that either may be on its way; and back.
+template <int N>
+ASYNC_EMB_INLINE core::FloatPack<N> lodged(core::HalvesPack<N> halves) {
+  if constexpr (N == 1) {
+    return core::float_of(static_cast<std::uint32_t>(halves));
+  } else {
+    core::FloatPack<N> pack{};
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N / 2; ++i) {
+      pack[i] = core::float_of(halves[2 * i] | static_cast<std::uint32_t>(halves[2 * i + 1]) << 16);
+    }
+    return pack;
+  }
+}
+
+template <int N>
+ASYNC_EMB_INLINE core::HalvesPack<N> dislodged(core::FloatPack<N> pack) {
+  if constexpr (N == 1) {
+    return static_cast<std::uint16_t>(core::bits_of(pack));
+  } else {
+    core::HalvesPack<N> halves;
+    ASYNC_EMB_UNROLL
+    for (int i = 0; i < N / 2; ++i) {
+      const std::uint32_t bits = core::bits_of(pack[i]);
+      halves[2 * i] = static_cast<std::uint16_t>(bits);
+      halves[2 * i + 1] = static_cast<std::uint16_t>(bits >> 16);
+    }
+    return halves;
+  }
+}
+
 template <int N>
 ASYNC_EMB_INLINE core::FloatPack<N> all_of(float value) {
   if constexpr (N == 1) {

@@ -16,6 +16,7 @@
 
 #include "core/sums.h"
 #include "cuda/fast_divide.h"
+#include "cuda/grad_rows.h"
 #include "cuda/launches.h"
 #include "cuda/raw_pack.h"
 #include "cuda/row_squares.h"
@@ -29,23 +30,11 @@ inline constexpr int kBlock = static_cast<int>(core::kOccurrencesPerBlock);
 // The job, and what its launch works out.
 struct SumWork {
   SegmentSum job;
-  FastDivide tokens_per_block;
+  GradRows grads;
   FastDivide column_tiles;               // of LaterBlocks, then of CombineBlocks
   std::int32_t subtrees = 0;             // that cover the shard's columns
   std::int32_t* long_segment = nullptr;  // [windows]: the segment whose second block starts there, or -1
   float* block_sums = nullptr;           // [windows, width]
-
-  template <class Grad>
-  ASYNC_EMB_INLINE const Grad* grads_of(std::int32_t position) const {
-    const void* block = job.blocks[0];
-    std::int64_t row = position;
-    if (job.num_blocks > 1) {
-      const std::uint32_t b = quotient(tokens_per_block, static_cast<std::uint32_t>(position));
-      block = job.blocks[b];
-      row -= static_cast<std::int64_t>(b) * tokens_per_block.divisor;
-    }
-    return static_cast<const Grad*>(block) + row * job.grad_row_stride + job.column_begin;
-  }
 };
 
 // How a row lies in the registers of a group.
@@ -53,7 +42,7 @@ enum class Fit {
   kOnePack,   // every lane holds one pack
   kTwoPacks,  // every lane holds two
   kRagged,    // one pack or none
-  kAny,       // more than registers hold: the squares are summed from memory, by 32 lanes
+  kAny,       // more than registers hold: the squares are summed from memory, by 32 lanes, so all sums are written
 };
 
 // Packs of a row that are in flight at once.
@@ -96,7 +85,7 @@ struct FirstBlocks : SumWork {
       RawPack<N, Grad> raw[kRows][kPacks] = {};
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const Grad* const row = grads_of<Grad>(next[r]) + column;
+        const Grad* const row = grads.template at<Grad>(next[r]) + column;
         ASYNC_EMB_UNROLL
         for (int k = 0; k < kPacks; ++k) {
           if (i < rows.occurrences[r] && has(column + k * kNext)) {
@@ -127,7 +116,8 @@ struct FirstBlocks : SumWork {
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kPacks; ++k) {
         if (rows.occurrences[r] <= kBlock) rows.sums[r][k] = core::canonical<N>(rows.sums[r][k]);
-        if (rows.occurrences[r] > 0 && has(column + k * N * kLanes)) {
+        const bool is_left = kFit != Fit::kAny && job.leaves_singles && rows.occurrences[r] == 1;
+        if (rows.occurrences[r] > 0 && !is_left && has(column + k * N * kLanes)) {
           core::store_pack(rows.sums[r][k], to + k * N * kLanes);
         }
       }
@@ -237,7 +227,7 @@ struct LaterBlocks : SumWork {
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
         const std::int32_t position = positions[i + k < count ? i + k : count - 1];  // so that no load has to branch
-        raw[k] = core::load_pack<RawPack<N, Grad>>(grads_of<Grad>(position) + column);
+        raw[k] = core::load_pack<RawPack<N, Grad>>(grads.template at<Grad>(position) + column);
       }
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kInFlight; ++k) {

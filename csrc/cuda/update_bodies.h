@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/adagrad.h"
+#include "cuda/grad_rows.h"
 #include "cuda/launches.h"
 #include "cuda/raw_pack.h"
 #include "cuda/share.h"
@@ -43,25 +45,44 @@ struct UpdateRows {
   static const char* name() { return "rowwise_adagrad"; }
 
   RowwiseAdagrad job;
+  GradRows grads;                           // where single occurrences are read, and
+  const std::int32_t* offsets = nullptr;    // null where they are not
+  const std::int32_t* positions = nullptr;  // [tokens]
   static_assert(kRows <= kLanes);
 
-  // One pack of each row.
+  static constexpr bool kIsFloat = std::is_same_v<Weight, float>;
+
+  // Rows of the table, -1 for none, and the token of each that occurs once, -1 where its sum is to be read.
+  struct Rows {
+    std::int32_t row[kRows];
+    std::int32_t single[kRows];
+  };
+
+  // One pack of each row: the weights, and the sum of gradients or, lodged there, the only gradient.
   struct Packs {
     RawPack<N, Weight> weights[kRows];
-    core::FloatPack<N> grads[kRows];
+    core::FloatPack<N> sums[kRows];
   };
 
   ASYNC_EMB_INLINE Weight* row_of(std::int32_t row) const {
     return static_cast<Weight*>(job.table) + row * job.table_row_stride;
   }
 
-  ASYNC_EMB_INLINE void load(Packs& packs, const std::int32_t (&rows)[kRows], std::int64_t u,
-                             std::int64_t column) const {
+  ASYNC_EMB_INLINE void load(Packs& packs, const Rows& rows, std::int64_t u, std::int64_t column) const {
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (rows[r] < 0 || column >= job.width) continue;
-      packs.weights[r] = core::load_pack<RawPack<N, Weight>>(row_of(rows[r]) + column);
-      packs.grads[r] = core::load_pack<core::FloatPack<N>>(job.sums + (u + r) * job.width + column);
+      if (rows.row[r] < 0 || column >= job.width) continue;
+      packs.weights[r] = core::load_pack<RawPack<N, Weight>>(row_of(rows.row[r]) + column);
+      const float* sum = job.sums + (u + r) * job.width + column;
+      if constexpr (kIsFloat) {
+        if (rows.single[r] >= 0) sum = grads.template at<float>(rows.single[r]) + column;
+        packs.sums[r] = core::load_pack<core::FloatPack<N>>(sum);
+      } else if (rows.single[r] >= 0) {
+        const Weight* const single = grads.template at<Weight>(rows.single[r]) + column;
+        packs.sums[r] = lodged<N>(core::load_pack<core::HalvesPack<N>>(single));
+      } else {
+        packs.sums[r] = core::load_pack<core::FloatPack<N>>(sum);
+      }
     }
   }
 
@@ -92,9 +113,17 @@ struct UpdateRows {
       // Of the row that is this lane's to decide on; -1 for none.
       const std::int64_t mine = u + lanes.index();
       const std::int32_t my_row = lanes.index() < kRows && mine < kept ? job.unique[mine] : -1;
-      std::int32_t rows[kRows];
+      std::int32_t my_single = -1;
+      if (offsets != nullptr && my_row >= 0) {
+        const std::int32_t first = offsets[mine];
+        if (offsets[mine + 1] - first == 1) my_single = positions[first];
+      }
+      Rows rows;
       ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) rows[r] = broadcast(lanes, my_row, r);
+      for (int r = 0; r < kRows; ++r) {
+        rows.row[r] = broadcast(lanes, my_row, r);
+        rows.single[r] = broadcast(lanes, my_single, r);
+      }
       // Everything on its way before anything is worked out.
       const float statistic = my_row >= 0 ? job.statistics[mine] : 0.0f;
       const float state = my_row >= 0 ? job.row_state[my_row] : 0.0f;
@@ -121,13 +150,17 @@ struct UpdateRows {
         ASYNC_EMB_UNROLL
         for (int r = 0; r < kRows; ++r) {
           if (!updates[r].touched) continue;
+          core::FloatPack<N> sums = packs.sums[r];
+          if constexpr (!kIsFloat) {
+            if (rows.single[r] >= 0) sums = widened<N>(dislodged<N>(sums), Weight{});
+          }
           const core::FloatPack<N> values =
-              core::new_weights<N>(updates[r], clip, widened<N>(packs.weights[r], Weight{}), packs.grads[r]);
-          Weight* const to = row_of(rows[r]) + column;
+              core::new_weights<N>(updates[r], clip, widened<N>(packs.weights[r], Weight{}), sums);
+          Weight* const to = row_of(rows.row[r]) + column;
           if constexpr (kStochastic) {
             const auto first = static_cast<std::uint32_t>(job.column_begin + column);
             core::store_stochastic<N>(
-                values, rounding_numbers<N>(seed, rounding_step, static_cast<std::uint32_t>(rows[r]), first), to,
+                values, rounding_numbers<N>(seed, rounding_step, static_cast<std::uint32_t>(rows.row[r]), first), to,
                 saturated);
           } else {
             core::store_nearest<N>(values, to, saturated);
