@@ -1,5 +1,11 @@
-// Packs as they lie in memory, so that halves on their way take half the registers.
+// Packs as they lie in memory, for values on their way: halves take half the registers, two to each.
+//
+// Words, not halves, because a compiler that sees halves takes a pack apart as soon as it is asked for, and so waits
+// for it before it asks for the next.
 #pragma once
+
+#include <cstdint>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "core/pack.h"
@@ -10,52 +16,37 @@ inline namespace ASYNC_EMB_ISA {
 
 template <int N, class Element>
 struct RawPackOf {
-  using Type = core::HalvesPack<N>;
+  using Type = core::BitsPack<N / 2>;
+};
+template <class Half>
+struct RawPackOf<1, Half> {
+  using Type = std::uint16_t;
 };
 template <int N>
 struct RawPackOf<N, float> {
   using Type = core::FloatPack<N>;
 };
+template <>
+struct RawPackOf<1, float> {
+  using Type = float;
+};
 template <int N, class Element>
 using RawPack = typename RawPackOf<N, Element>::Type;
 
-template <int N>
-ASYNC_EMB_INLINE core::FloatPack<N> widened(core::FloatPack<N> raw, float) {
-  return raw;
-}
-template <int N, class Half>
-ASYNC_EMB_INLINE core::FloatPack<N> widened(core::HalvesPack<N> raw, Half) {
-  return core::float_of<N>(raw, Half{});
-}
-
-// Halves on their way in the registers of a float pack, so that either may be on its way; and back.
-template <int N>
-ASYNC_EMB_INLINE core::FloatPack<N> lodged(core::HalvesPack<N> halves) {
-  if constexpr (N == 1) {
-    return core::float_of(static_cast<std::uint32_t>(halves));
+template <int N, class Element>
+ASYNC_EMB_INLINE core::FloatPack<N> widened(RawPack<N, Element> raw) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return raw;
+  } else if constexpr (N == 1) {
+    return core::float_of<1>(raw, Element{});
   } else {
-    core::FloatPack<N> pack{};
+    core::FloatPack<N> values;
     ASYNC_EMB_UNROLL
-    for (int i = 0; i < N / 2; ++i) {
-      pack[i] = core::float_of(halves[2 * i] | static_cast<std::uint32_t>(halves[2 * i + 1]) << 16);
+    for (int i = 0; i < N; ++i) {
+      const std::uint32_t word = raw[i / 2];
+      values[i] = core::float_of<1>(static_cast<std::uint16_t>(i % 2 == 0 ? word : word >> 16), Element{});
     }
-    return pack;
-  }
-}
-
-template <int N>
-ASYNC_EMB_INLINE core::HalvesPack<N> dislodged(core::FloatPack<N> pack) {
-  if constexpr (N == 1) {
-    return static_cast<std::uint16_t>(core::bits_of(pack));
-  } else {
-    core::HalvesPack<N> halves;
-    ASYNC_EMB_UNROLL
-    for (int i = 0; i < N / 2; ++i) {
-      const std::uint32_t bits = core::bits_of(pack[i]);
-      halves[2 * i] = static_cast<std::uint16_t>(bits);
-      halves[2 * i + 1] = static_cast<std::uint16_t>(bits >> 16);
-    }
-    return halves;
+    return values;
   }
 }
 

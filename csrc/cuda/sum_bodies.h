@@ -102,7 +102,7 @@ struct FirstBlocks : SumWork {
       for (int r = 0; r < kRows; ++r) {
         ASYNC_EMB_UNROLL
         for (int k = 0; k < kPacks; ++k) {
-          if (i < rows.occurrences[r] && has(column + k * kNext)) rows.sums[r][k] += widened<N>(raw[r][k], Grad{});
+          if (i < rows.occurrences[r] && has(column + k * kNext)) rows.sums[r][k] += widened<N, Grad>(raw[r][k]);
         }
       }
     }
@@ -231,7 +231,7 @@ struct LaterBlocks : SumWork {
       }
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kInFlight; ++k) {
-        if (i + k < count) total += widened<N>(raw[k], Grad{});
+        if (i + k < count) total += widened<N, Grad>(raw[k]);
       }
     }
     return total;

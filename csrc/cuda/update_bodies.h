@@ -52,13 +52,14 @@ struct UpdateRows {
 
   static constexpr bool kIsFloat = std::is_same_v<Weight, float>;
 
-  // Rows of the table, -1 for none, and the token of each that occurs once, -1 where its sum is to be read.
+  // Rows of the table, and the token of each that occurs once; -1 where its sum is to be read.
   struct Rows {
     std::int32_t row[kRows];
     std::int32_t single[kRows];
   };
 
-  // One pack of each row: the weights, and the sum of gradients or, lodged there, the only gradient.
+  // One pack of each row: the weights, and the sum of gradients, or in its first half the only gradient as it lies in
+  // memory.
   struct Packs {
     RawPack<N, Weight> weights[kRows];
     core::FloatPack<N> sums[kRows];
@@ -68,22 +69,51 @@ struct UpdateRows {
     return static_cast<Weight*>(job.table) + row * job.table_row_stride;
   }
 
-  ASYNC_EMB_INLINE void load(Packs& packs, const Rows& rows, std::int64_t u, std::int64_t column) const {
+  // Reads at column 0 behind the end, and the last row again behind the last: no load waits for a branch.
+  ASYNC_EMB_INLINE void load(Packs& packs, const Rows& rows, const std::int64_t (&places)[kRows],
+                             std::int64_t column) const {
+    column = column < job.width ? column : 0;
+    const void* from[kRows];
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (rows.row[r] < 0 || column >= job.width) continue;
+      from[r] = job.sums + places[r] * job.width + column;
+      if (rows.single[r] >= 0) from[r] = grads.template at<Weight>(rows.single[r]) + column;
+    }
+    ASYNC_EMB_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       packs.weights[r] = core::load_pack<RawPack<N, Weight>>(row_of(rows.row[r]) + column);
-      const float* sum = job.sums + (u + r) * job.width + column;
       if constexpr (kIsFloat) {
-        if (rows.single[r] >= 0) sum = grads.template at<float>(rows.single[r]) + column;
-        packs.sums[r] = core::load_pack<core::FloatPack<N>>(sum);
-      } else if (rows.single[r] >= 0) {
-        const Weight* const single = grads.template at<Weight>(rows.single[r]) + column;
-        packs.sums[r] = lodged<N>(core::load_pack<core::HalvesPack<N>>(single));
+        packs.sums[r] = core::load_pack<core::FloatPack<N>>(from[r]);
+      } else if constexpr (N == 1) {
+        packs.sums[r] = rows.single[r] < 0 ? *static_cast<const float*>(from[r])
+                                           : core::float_of(std::uint32_t{*static_cast<const std::uint16_t*>(from[r])});
       } else {
-        packs.sums[r] = core::load_pack<core::FloatPack<N>>(sum);
+        using Half = core::FloatPack<N / 2>;
+        const Half first = core::load_pack<Half>(from[r]);
+        Half second{};
+        if (rows.single[r] < 0) second = core::load_pack<Half>(static_cast<const float*>(from[r]) + N / 2);
+        ASYNC_EMB_UNROLL
+        for (int i = 0; i < N / 2; ++i) {
+          packs.sums[r][i] = first[i];
+          packs.sums[r][N / 2 + i] = second[i];
+        }
       }
     }
+  }
+
+  // The sum of gradients that load() left in a pack.
+  ASYNC_EMB_INLINE static core::FloatPack<N> sum_of(core::FloatPack<N> pack, std::int32_t single) {
+    if constexpr (!kIsFloat) {
+      RawPack<N, Weight> raw;
+      if constexpr (N == 1) {
+        raw = static_cast<std::uint16_t>(core::bits_of(pack));
+      } else {
+        ASYNC_EMB_UNROLL
+        for (int i = 0; i < N / 2; ++i) raw[i] = core::bits_of(pack[i]);
+      }
+      if (single >= 0) return widened<N, Weight>(raw);
+    }
+    return pack;
   }
 
   template <class Lanes>
@@ -110,29 +140,35 @@ struct UpdateRows {
     const std::int64_t kept = job.counts->kept;
     core::BitsPack<N> saturated{};
     for (std::int64_t u = share.first * kRows; u < kept; u += share.step * kRows) {
-      // Of the row that is this lane's to decide on; -1 for none.
-      const std::int64_t mine = u + lanes.index();
-      const std::int32_t my_row = lanes.index() < kRows && mine < kept ? job.unique[mine] : -1;
+      // Places among the kept rows; behind the last one it is read again, and not touched.
+      std::int64_t places[kRows];
+      ASYNC_EMB_UNROLL
+      for (int r = 0; r < kRows; ++r) places[r] = u + r < kept ? u + r : kept - 1;
+      // The row that is this lane's to decide on.
+      const int place = lanes.index() < kRows ? lanes.index() : kRows - 1;
+      const std::int64_t mine = u + place < kept ? u + place : kept - 1;
+      const bool is_mine = lanes.index() < kRows && u + place < kept;
+      const std::int32_t my_row = job.unique[mine];
       std::int32_t my_single = -1;
-      if (offsets != nullptr && my_row >= 0) {
+      if (offsets != nullptr) {
         const std::int32_t first = offsets[mine];
         if (offsets[mine + 1] - first == 1) my_single = positions[first];
       }
+      // Everything on its way before anything is worked out.
+      const float statistic = is_mine ? job.statistics[mine] : 0.0f;
+      const float state = is_mine ? job.row_state[my_row] : 0.0f;
+      const std::int32_t last_step = is_mine && rule.lazy ? job.last_step[my_row] : 0;
       Rows rows;
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
         rows.row[r] = broadcast(lanes, my_row, r);
         rows.single[r] = broadcast(lanes, my_single, r);
       }
-      // Everything on its way before anything is worked out.
-      const float statistic = my_row >= 0 ? job.statistics[mine] : 0.0f;
-      const float state = my_row >= 0 ? job.row_state[my_row] : 0.0f;
-      const std::int32_t last_step = my_row >= 0 && rule.lazy ? job.last_step[my_row] : 0;
       std::int64_t column = lanes.index() * N;
       Packs packs{};
-      load(packs, rows, u, column);
+      if (job.width > 0) load(packs, rows, places, column);
       core::RowUpdate my_update{};
-      if (my_row >= 0) {
+      if (is_mine) {
         my_update = core::row_update(rule, statistic, state, last_step);
         if (my_update.touched) {
           job.row_state[my_row] = my_update.state;
@@ -150,12 +186,8 @@ struct UpdateRows {
         ASYNC_EMB_UNROLL
         for (int r = 0; r < kRows; ++r) {
           if (!updates[r].touched) continue;
-          core::FloatPack<N> sums = packs.sums[r];
-          if constexpr (!kIsFloat) {
-            if (rows.single[r] >= 0) sums = widened<N>(dislodged<N>(sums), Weight{});
-          }
-          const core::FloatPack<N> values =
-              core::new_weights<N>(updates[r], clip, widened<N>(packs.weights[r], Weight{}), sums);
+          const core::FloatPack<N> values = core::new_weights<N>(updates[r], clip, widened<N, Weight>(packs.weights[r]),
+                                                                 sum_of(packs.sums[r], rows.single[r]));
           Weight* const to = row_of(rows.row[r]) + column;
           if constexpr (kStochastic) {
             const auto first = static_cast<std::uint32_t>(job.column_begin + column);
@@ -167,7 +199,7 @@ struct UpdateRows {
           }
         }
         column += N * Lanes::kCount;
-        load(packs, rows, u, column);
+        if (column < job.width) load(packs, rows, places, column);
       }
     }
     const std::uint32_t total = lanes.sum(core::total_of<N>(saturated));
