@@ -111,6 +111,8 @@ class AsyncEmbedding:
     def init(self, key: Any) -> TableState:
         """A fresh state: the same bits on any number of ranks."""
         runtime.require_devices(self.smallest_handle())
+        made = jax.eval_shape(lambda key: jnp.asarray(self._initializer(key, (self.rows, self.width))), key)
+        self._require_shape("what init returns", made, self.width, any_dtype=True)
         return TableState(self._make_weights(key), self._place_optimizer(self.optimizer.init(self.rows)))
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
@@ -155,6 +157,7 @@ class AsyncEmbedding:
                 f"async_emb {self.name!r}: this table was given to a step since, which has taken its buffer. Look up "
                 "in the tables of the state that the last call returned"
             )
+        self._require_shape("the table's weights", state.weights, self.padded_width)
         if flat.size == 0:
             return jnp.zeros((*ids.shape, self.width), self.dtype)
         # Powers of two, so that evaluation over many batch sizes compiles a handful of programs.
@@ -165,9 +168,21 @@ class AsyncEmbedding:
         padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
         placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
         runtime.open_context(handle)  # it may have been closed since the program was traced
-        rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
+        try:
+            rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
+        except BaseException:
+            runtime.close_context(handle)  # the next lookup opens it anew, whatever this one has left
+            raise
         # On the host, where a new shape compiles nothing.
         return jax.device_put(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+
+    def _require_shape(self, what: str, x: Any, width: int, *, any_dtype: bool = False) -> None:
+        if np.shape(x) == (self.rows, width) and (any_dtype or x.dtype == self.dtype):
+            return
+        raise ContextError(
+            f"async_emb {self.name!r}: {what} is {x.dtype.name}{list(np.shape(x))}, but the table needs "
+            f"{self.dtype.name}[{self.rows}, {width}]"
+        )
 
     def prepare_ids(self, token_ids: Any) -> Any:
         """Token ids as the native calls take them: int32 (int64 stays with x64), NumPy or jax.

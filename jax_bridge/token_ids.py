@@ -26,6 +26,8 @@ def as_integers(token_ids: Any, table: str) -> Any:
         return ids.astype(np.int32)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise IdError(f"async_emb {table!r}: token ids are {ids.dtype.name}, but must be integers")
+    if isinstance(ids, np.ndarray):
+        return ids.astype(ids.dtype.newbyteorder("="), copy=False)
     return ids
 
 

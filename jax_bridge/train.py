@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +69,10 @@ def train_step(
         sync_errors=sync_errors,
         donate=donate,
     )
+
+
+# By context: the step whose work is under way there.
+_owners: weakref.WeakValueDictionary[int, TrainStep] = weakref.WeakValueDictionary()
 
 
 class TrainStep:
@@ -136,8 +141,10 @@ class TrainStep:
                 this call has run: call again with the same state. Only with ``sync_errors`` it is about this step,
                 which has run: go on from the exception's attribute ``state``.
         """
-        require_usable(state, batch, upcoming, staleness=self.staleness)
         self.check()
+        if self.staleness:
+            self._require_last(state)
+        require_usable(state, batch, upcoming, staleness=self.staleness)
         ids = self._ids(batch)
         placed = batches.place(self.tables, ids)
         compiled = self._compiled(batches.sizes_of(ids))
@@ -148,7 +155,6 @@ class TrainStep:
             next_ids = None if upcoming is None else self._ids(upcoming)
             next_placed = self._idle_ids(placed) if next_ids is None else batches.place(self.tables, next_ids)
             batches.require_same_sizes(self.tables, compiled.sizes, batches.sizes_of(next_placed))
-            self._require_last(state)
             batches.require_announced(self.tables, self._armed or {}, ids, state.step)
             self._use(compiled)
             if self._armed is None:
@@ -166,9 +172,10 @@ class TrainStep:
     def flush(self, state: StepState) -> StepState:
         """Applies what the last step has staged, and returns the contexts to their first-step state. Waits."""
         self.check(wait=True)
+        self._require_last(state)
+        require_usable(state, staleness=self.staleness)
         if self._last is not None:
             assert self._current is not None
-            self._require_last(state)
             self._use(self._current)
             tables, reports = (self._current.flush if self._looks_up() else self._current.apply)(state)
             state = state._replace(tables=tables, pins=self._pins())
@@ -334,13 +341,21 @@ class TrainStep:
     def _use(self, compiled: Compiled) -> None:
         """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
         for handle in compiled.program.handles.values():
-            if handle.context_id not in self._owned:
+            begun = handle.context_id in self._owned
+            if not begun or _owners.get(handle.context_id) is not self:
+                if begun and self._last is not None:
+                    raise PipelineError(
+                        f"async_emb {handle.name!r}: another TrainStep has begun on a table of this name since, and "
+                        "what was under way here (staged gradients, a lookup) is dropped. Restore a snapshot or begin "
+                        "anew with init, and give tables that train side by side different names"
+                    )
                 if runtime.is_open(handle):
                     # Left by a step that was given up, or by another step at rest. Its programs may still run.
                     with contextlib.suppress(Exception):
                         jax.effects_barrier()
                     runtime.close_context(handle)
                 self._owned.add(handle.context_id)
+                _owners[handle.context_id] = self
             runtime.open_context(handle)
 
     def _restart(self) -> None:

@@ -60,7 +60,16 @@ def require_usable(state: Any, *batches: Any, staleness: int) -> None:
     if any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in leaves):
         raise PipelineError(
             "async_emb: this state was given to a step before, which has taken its buffers (donate=True). Go on from "
-            "the state that the last call returned"
+            "the state that the last call returned, or, where that call was interrupted, from a snapshot or init"
+        )
+    if len({id(x) for x in leaves}) < len(leaves):
+        names = [jax.tree_util.keystr(path) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+        first, again = next(
+            (names[i], names[j]) for j in range(len(leaves)) for i in range(j) if leaves[i] is leaves[j]
+        )
+        raise PipelineError(
+            f"async_emb: state{first} and state{again} are one array, but a step works on each in place. Copy one of "
+            "them with jnp.copy"
         )
     if staleness and any(isinstance(x, jax.core.Tracer) for x in [*leaves, *jax.tree.leaves(batches)]):
         raise PipelineError(
