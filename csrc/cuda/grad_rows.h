@@ -32,6 +32,23 @@ struct GradRows {
   }
 };
 
+// Rows are counted without a sign, in 32 bits: registers are dear, and a turn may lie a few strides behind 2^31 - 1.
+ASYNC_EMB_INLINE std::uint32_t place_of(std::uint32_t u, std::uint32_t kept) { return u < kept ? u : kept - 1; }
+
+// Edges of the segment of one kept row.
+struct Edges {
+  std::int32_t first;
+  std::int32_t end;
+};
+
+// The edges of the kRows segments from u on, one in each of the first lanes; behind the last kept one it is read again.
+// Nothing is worked out from what is read, so that it can be asked for long before it is needed.
+template <int kRows, class Lanes>
+ASYNC_EMB_INLINE Edges edges_at(Lanes lanes, const std::int32_t* offsets, std::uint32_t u, std::uint32_t kept) {
+  const std::uint32_t at = place_of(u + (lanes.index() < kRows ? lanes.index() : kRows - 1), kept);
+  return Edges{offsets[at], offsets[at + 1]};
+}
+
 inline GradRows grad_rows_of(const SegmentSum& job) {
   GradRows rows;
   std::copy_n(job.blocks, job.num_blocks, rows.blocks);

@@ -34,6 +34,13 @@ struct Share {
   }
 };
 
+// As lanes.broadcast, for integers.
+template <class Lanes>
+ASYNC_EMB_INLINE std::int32_t broadcast(Lanes lanes, std::int32_t value, int lane) {
+  const float bits = core::float_of(static_cast<std::uint32_t>(value));
+  return static_cast<std::int32_t>(core::bits_of(lanes.broadcast(bits, lane)));
+}
+
 // Integers only: their order does not matter.
 ASYNC_EMB_INLINE void add_atomically(std::uint64_t* to, std::uint64_t value) {
   static_assert(sizeof(unsigned long long) == sizeof(std::uint64_t));

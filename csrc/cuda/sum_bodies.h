@@ -63,6 +63,7 @@ struct FirstBlocks : SumWork {
   struct Rows {
     std::int32_t first[kRows];
     std::int32_t occurrences[kRows];  // 0 where there is no row
+    std::int32_t position[kRows];     // of the first occurrence
     core::FloatPack<N> sums[kRows][kPacks];
   };
 
@@ -77,7 +78,7 @@ struct FirstBlocks : SumWork {
     for (int r = 0; r < kRows; ++r) {
       const int count = rows.occurrences[r] < kBlock ? rows.occurrences[r] : kBlock;
       longest = count > longest ? count : longest;
-      next[r] = count > 0 ? job.positions[rows.first[r]] : 0;
+      next[r] = rows.position[r];
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kPacks; ++k) rows.sums[r][k] = all_of<N>(-0.0f);
     }
@@ -109,10 +110,10 @@ struct FirstBlocks : SumWork {
   }
 
   // What is complete becomes canonical; the first block of a long segment waits for the others as it is.
-  ASYNC_EMB_INLINE void store(Rows& rows, std::int64_t u, std::int64_t column) const {
+  ASYNC_EMB_INLINE void store(Rows& rows, std::uint32_t u, std::int64_t column) const {
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float* const to = job.sums + (u + r) * job.width + column;
+      float* const to = job.sums + static_cast<std::int64_t>(u + r) * job.width + column;
       ASYNC_EMB_UNROLL
       for (int k = 0; k < kPacks; ++k) {
         if (rows.occurrences[r] <= kBlock) rows.sums[r][k] = core::canonical<N>(rows.sums[r][k]);
@@ -127,14 +128,27 @@ struct FirstBlocks : SumWork {
   template <class Lanes>
   ASYNC_EMB_INLINE void operator()(Lanes lanes, Share share) const {
     if (*job.skip != 0) return;
-    const std::int64_t kept = job.counts->kept;
-    for (std::int64_t u = share.first * kRows; u < kept; u += share.step * kRows) {
+    const auto kept = static_cast<std::uint32_t>(job.counts->kept);
+    const auto step = static_cast<std::uint32_t>(share.step) * kRows;
+    auto u = static_cast<std::uint32_t>(share.first) * kRows;
+    if (u >= kept) return;
+    // Edges are asked for two turns ahead and positions one, so that in its turn a row has only its gradients to wait
+    // for.
+    Edges edges = edges_at<kRows>(lanes, job.offsets, u, kept);
+    Edges next_edges = edges_at<kRows>(lanes, job.offsets, u + step, kept);
+    std::int32_t position = job.positions[edges.first];
+    for (; u < kept; u += step) {
       Rows rows;
       ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) rows.first[r] = job.offsets[u + r < kept ? u + r : kept];
-      const std::int32_t end = job.offsets[u + kRows < kept ? u + kRows : kept];
-      ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) rows.occurrences[r] = (r + 1 < kRows ? rows.first[r + 1] : end) - rows.first[r];
+      for (int r = 0; r < kRows; ++r) {
+        rows.first[r] = broadcast(lanes, edges.first, r);
+        const std::int32_t end = broadcast(lanes, edges.end, r);
+        rows.occurrences[r] = u + r < kept ? end - rows.first[r] : 0;
+        rows.position[r] = broadcast(lanes, position, r);
+      }
+      position = job.positions[next_edges.first];
+      edges = next_edges;
+      next_edges = edges_at<kRows>(lanes, job.offsets, u + 2 * step, kept);
 
       if constexpr (kFit == Fit::kAny) {
         for (std::int64_t column = lanes.index() * N; column < job.width; column += kPacks * N * kLanes) {
@@ -144,8 +158,8 @@ struct FirstBlocks : SumWork {
         lanes.synchronize();
         for (int r = 0; r < kRows; ++r) {
           if (rows.occurrences[r] == 0 || rows.occurrences[r] > kBlock) continue;
-          core::sum_row_squares(lanes, job.sums + (u + r) * job.width, job.column_begin, job.width,
-                                job.subtree_sums + (u + r) * subtrees);
+          core::sum_row_squares(lanes, job.sums + static_cast<std::int64_t>(u + r) * job.width, job.column_begin,
+                                job.width, job.subtree_sums + static_cast<std::int64_t>(u + r) * subtrees);
         }
       } else {
         const std::int64_t column = lanes.index() * N;
@@ -155,7 +169,7 @@ struct FirstBlocks : SumWork {
         ASYNC_EMB_UNROLL
         for (int r = 0; r < kRows; ++r) {
           const bool is_complete = rows.occurrences[r] > 0 && rows.occurrences[r] <= kBlock;
-          to[r] = is_complete ? job.subtree_sums + (u + r) * subtrees : nullptr;
+          to[r] = is_complete ? job.subtree_sums + static_cast<std::int64_t>(u + r) * subtrees : nullptr;
         }
         if constexpr (kFull) {
           write_root<N>(lanes, rows.sums, to);

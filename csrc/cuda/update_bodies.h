@@ -41,7 +41,14 @@ struct UpdateRows {
   static constexpr int kLanes = kLanesOfGroup;
   static constexpr bool kMeet = true;
   static constexpr int kStack = 0;
-  static constexpr int kResident = N * sizeof(Weight) == 16 ? (kStochastic ? 2 : 3) : (kStochastic ? 3 : 4);
+  // ptxas needs more registers for the same code where the compute capability is 10.0 or higher.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kFewer = 1;
+#else
+  static constexpr int kFewer = 0;
+#endif
+  static constexpr int kResident =
+      N * sizeof(Weight) == 16 ? (kStochastic ? 2 : 3 - kFewer) : (kStochastic ? 3 : 4) - kFewer;
   static const char* name() { return "rowwise_adagrad"; }
 
   RowwiseAdagrad job;
@@ -70,13 +77,13 @@ struct UpdateRows {
   }
 
   // Reads at column 0 behind the end, and the last row again behind the last: no load waits for a branch.
-  ASYNC_EMB_INLINE void load(Packs& packs, const Rows& rows, const std::int64_t (&places)[kRows],
+  ASYNC_EMB_INLINE void load(Packs& packs, const Rows& rows, const std::uint32_t (&places)[kRows],
                              std::int64_t column) const {
     column = column < job.width ? column : 0;
     const void* from[kRows];
     ASYNC_EMB_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      from[r] = job.sums + places[r] * job.width + column;
+      from[r] = job.sums + static_cast<std::int64_t>(places[r]) * job.width + column;
       if (rows.single[r] >= 0) from[r] = grads.template at<Weight>(rows.single[r]) + column;
     }
     ASYNC_EMB_UNROLL
@@ -116,10 +123,23 @@ struct UpdateRows {
     return pack;
   }
 
+  // What lane r knows of row r of a coming turn, as it was read.
+  struct Ahead {
+    std::int32_t row;
+    Edges edges;
+  };
+
   template <class Lanes>
-  ASYNC_EMB_INLINE static std::int32_t broadcast(Lanes lanes, std::int32_t value, int lane) {
-    const float bits = core::float_of(static_cast<std::uint32_t>(value));
-    return static_cast<std::int32_t>(core::bits_of(lanes.broadcast(bits, lane)));
+  ASYNC_EMB_INLINE Ahead ahead(Lanes lanes, std::uint32_t u, std::uint32_t kept) const {
+    const int mine = lanes.index() < kRows ? lanes.index() : kRows - 1;
+    Ahead ahead{job.unique[place_of(u + mine, kept)], {0, 0}};
+    if (offsets != nullptr) ahead.edges = edges_at<kRows>(lanes, offsets, u, kept);
+    return ahead;
+  }
+
+  // The token of a row that occurs once, -1 for others.
+  ASYNC_EMB_INLINE std::int32_t single_of(const Edges& edges) const {
+    return offsets != nullptr && edges.end - edges.first == 1 ? positions[edges.first] : -1;
   }
 
   template <class Lanes>
@@ -137,23 +157,28 @@ struct UpdateRows {
                                  job.last_step != nullptr};
     const std::uint32_t seed = numbers.seed;
     const std::uint32_t rounding_step = numbers.rounding_step;
-    const std::int64_t kept = job.counts->kept;
+    const auto kept = static_cast<std::uint32_t>(job.counts->kept);
     core::BitsPack<N> saturated{};
-    for (std::int64_t u = share.first * kRows; u < kept; u += share.step * kRows) {
+    const auto step = static_cast<std::uint32_t>(share.step) * kRows;
+    auto u = static_cast<std::uint32_t>(share.first) * kRows;
+    // As in FirstBlocks: rows are known two turns ahead, and the tokens of single occurrences one.
+    Ahead turn{};
+    Ahead next{};
+    std::int32_t single = -1;
+    if (u < kept) {
+      turn = ahead(lanes, u, kept);
+      next = ahead(lanes, u + step, kept);
+      single = single_of(turn.edges);
+    }
+    for (; u < kept; u += step) {
       // Places among the kept rows; behind the last one it is read again, and not touched.
-      std::int64_t places[kRows];
+      std::uint32_t places[kRows];
       ASYNC_EMB_UNROLL
-      for (int r = 0; r < kRows; ++r) places[r] = u + r < kept ? u + r : kept - 1;
+      for (int r = 0; r < kRows; ++r) places[r] = place_of(u + r, kept);
       // The row that is this lane's to decide on.
-      const int place = lanes.index() < kRows ? lanes.index() : kRows - 1;
-      const std::int64_t mine = u + place < kept ? u + place : kept - 1;
-      const bool is_mine = lanes.index() < kRows && u + place < kept;
-      const std::int32_t my_row = job.unique[mine];
-      std::int32_t my_single = -1;
-      if (offsets != nullptr) {
-        const std::int32_t first = offsets[mine];
-        if (offsets[mine + 1] - first == 1) my_single = positions[first];
-      }
+      const std::uint32_t mine = u + lanes.index();
+      const bool is_mine = lanes.index() < kRows && mine < kept;
+      const std::int32_t my_row = turn.row;
       // Everything on its way before anything is worked out.
       const float statistic = is_mine ? job.statistics[mine] : 0.0f;
       const float state = is_mine ? job.row_state[my_row] : 0.0f;
@@ -162,8 +187,11 @@ struct UpdateRows {
       ASYNC_EMB_UNROLL
       for (int r = 0; r < kRows; ++r) {
         rows.row[r] = broadcast(lanes, my_row, r);
-        rows.single[r] = broadcast(lanes, my_single, r);
+        rows.single[r] = broadcast(lanes, single, r);
       }
+      single = single_of(next.edges);
+      turn = next;
+      next = ahead(lanes, u + 2 * step, kept);
       std::int64_t column = lanes.index() * N;
       Packs packs{};
       if (job.width > 0) load(packs, rows, places, column);
