@@ -46,6 +46,12 @@ Buffer buffer_of(const std::vector<Value>& values, std::int64_t shift = 0) {
   return Buffer(values.data(), values.size() * sizeof(Value), shift);
 }
 
+// That a buffer's pattern is still there.
+inline void expect_untouched(const float* from, std::int64_t count, const char* what) {
+  const auto touched = [](float value) { return core::bits_of(value) != 0xffffffffu; };
+  EXPECT_EQ(std::count_if(from, from + count, touched), 0) << what;
+}
+
 // How a problem is laid out, none of which may change a bit.
 struct Layout {
   int ranks = 1;
@@ -134,6 +140,9 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
     job.leaves_singles = layout.leaves_singles;
     launches.segment_sum(job, nullptr);
     sum_jobs.push_back(job);
+    expect_untouched(job.sums + kept * width, (tokens - kept) * width, "sums behind the last kept row");
+    const std::int64_t subtrees = columns.subtree_count(rank);
+    expect_untouched(job.subtree_sums + kept * subtrees, (tokens - kept) * subtrees, "subtree sums behind it");
     statistic.subtree_sums[rank] = job.subtree_sums;
     statistic.subtrees[rank] = static_cast<std::int32_t>(columns.subtree_count(rank));
     result.sums.emplace_back(job.sums, job.sums + kept * width);
@@ -153,6 +162,7 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
   statistic.statistics = statistics.as<float>();
   statistic.skip = &layout.skip;
   launches.row_statistic(statistic, nullptr);
+  expect_untouched(statistic.statistics + kept, tokens - kept, "statistics behind the last kept row");
   result.outcome.statistics.assign(statistic.statistics, statistic.statistics + kept);
 
   cuda::RuleNumbers numbers;
