@@ -1,7 +1,6 @@
 // The optimizer's rule on the kept rows of a shard: kRows rows at once for each group, one pack a lane at a time.
 //
-// Every lane works the rule out for its rows, which costs no more than one lane doing so; one lane stores the state,
-// once all have read it.
+// Lane r works the rule out for row r, while the weights are on their way, and tells the others.
 #pragma once
 
 #include <cstdint>
