@@ -259,4 +259,41 @@ inline void expect_same(const Result& got, const Outcome& expected, const std::s
   expect_same(got, expected, core::gradient_norm(expected.total), what);
 }
 
+inline std::string describe(const Problem& p, const Layout& layout = {}) {
+  return std::string(core::name_of(p.dtype)) + " width " + std::to_string(p.width) + (p.lazy ? " lazy" : "") +
+         (p.stochastic ? " stochastic" : "") + " ranks " + std::to_string(layout.ranks) + " blocks " +
+         std::to_string(layout.blocks) + " shift " + std::to_string(layout.shift);
+}
+
+// The sums and subtree sums of each rank as the CPU gives them.
+inline void expect_same_sums(const Result& got, const Problem& p, const Layout& layout, const std::string& what) {
+  const core::ColumnLayout columns(layout.ranks, (p.width + layout.ranks - 1) / layout.ranks * layout.ranks, p.width);
+  const cpu::Kernels& kernels = *cpu::all_kernels().back();
+  const auto tokens = static_cast<std::int64_t>(p.ids.size());
+  std::vector<std::int32_t> unique(p.ids.size()), offsets(p.ids.size() + 1), positions(p.ids.size());
+  std::vector<std::uint64_t> scratch(static_cast<std::size_t>(cpu::unique_ids_scratch(tokens)));
+  const std::int64_t distinct =
+      kernels.unique_ids({p.ids.data(), tokens, unique.data(), offsets.data(), positions.data(), scratch.data()});
+  const std::int64_t subtrees = columns.total_subtrees();
+  std::vector<float> subtree_sums(static_cast<std::size_t>(distinct * subtrees));
+  for (int rank = 0; rank < layout.ranks; ++rank) {
+    std::vector<float> sums(static_cast<std::size_t>(distinct * columns.width(rank)));
+    cpu::SegmentSum job;
+    job.grad_dtype = p.dtype;
+    job.grads = p.grads.data();
+    job.grad_row_stride = p.width;
+    job.column_begin = columns.column_begin(rank);
+    job.width = columns.width(rank);
+    job.offsets = offsets.data();
+    job.positions = positions.data();
+    job.end = distinct;
+    job.sums = sums.data();
+    job.subtree_sums = subtree_sums.data() + columns.subtree_begin(rank);
+    job.subtree_stride = subtrees;
+    kernels.segment_sum(job);
+    EXPECT_EQ(cpu::bits(got.sums[static_cast<std::size_t>(rank)]), cpu::bits(sums)) << what << " rank " << rank;
+  }
+  EXPECT_EQ(cpu::bits(got.subtree_sums), cpu::bits(subtree_sums)) << what;
+}
+
 }  // namespace async_emb::testing
