@@ -71,6 +71,11 @@ void CallChecks::not_idle() const {
   refuse("async_emb '" + spec_.name + "': restore needs an idle context, but a step is under way: flush first");
 }
 
+void CallChecks::pending(const DLTensor& pending) {
+  if (element_count(pending) == 1 && (pending.dtype.code == kDLBool || same_type(pending.dtype, kInt32))) return;
+  refuse("async_emb stage_update: pending is " + describe(pending) + ", but must be one bool or int32");
+}
+
 std::optional<Failure> CallChecks::lookup_table(int rank, std::int64_t step, const DLTensor& table,
                                                 std::int64_t rows) const {
   const std::int64_t shape[] = {rows, spec_.shard_width()};

@@ -26,6 +26,8 @@ class CallChecks {
   void lookup_done_ids(int rank, const DLTensor& ids) const;
   void rows(const DLTensor& rows) const;
   void stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens) const;
+  // One bool or int32, [] or [1].
+  static void pending(const DLTensor& pending);
 
   // Staged gradients that a snapshot brings, in tokens and bytes; and a context that is not idle.
   void staged(std::int64_t tokens, std::int64_t bytes) const;

@@ -209,11 +209,7 @@ void DevicePipeline::stage_update(int rank, const DLTensor& grads, const DLTenso
                                   const DLTensor* unique_tokens, const DLTensor& pending, float* pin,
                                   cuda::Stream stream) {
   check_.stage_update(rank, grads, segment_ids, unique_tokens);
-  const bool is_bool = pending.dtype.code == kDLBool;
-  if (element_count(pending) != 1 || !(is_bool || same_type(pending.dtype, kInt32))) {
-    throw Error(FailureKind::kInvalidArgument,
-                "async_emb stage_update: pending is " + describe(pending) + ", but must be one bool or int32");
-  }
+  CallChecks::pending(pending);
   Lock lock(mutex_);
   require_working();
   Rank& me = of(rank);
@@ -248,7 +244,7 @@ void DevicePipeline::stage_update(int rank, const DLTensor& grads, const DLTenso
   }
   ++me.batches[static_cast<std::size_t>(me.staged_batch)]->holders;
   me.device.copy(me.arena.grads.get(), data_of(grads), me.arena.grads.bytes(), stream);
-  launches.take_pending({data_of(pending), is_bool, me.arena.pending.get()}, stream);
+  launches.take_pending({data_of(pending), pending.dtype.code == kDLBool, me.arena.pending.get()}, stream);
   write_pin(me, stage, pin, stream);
 }
 

@@ -97,6 +97,7 @@ class DevicePipeline : public GroupPipeline {
     int armed_batch = -1;
     int consumed_batch = -1;
     int staged_batch = -1;
+    cuda::SegmentSum sum_job;  // of the update that is put on the side stream
     const void* last_table = nullptr;
     std::int64_t rows = 0;  // of the table of the last lookup
     // Which lookup step each of the latest dones was for: a refusal that the device finds is told with it.

@@ -42,8 +42,6 @@ class Device {
   virtual void wait(Stream stream, Event event) = 0;
   // Blocks the host; only for opening, closing, and what the host reads.
   virtual void synchronize(Stream stream) = 0;
-  // Whether everything before the event's last record is over. Never blocks.
-  virtual bool reached(Event event) = 0;
 
   virtual void copy(void* to, const void* from, std::int64_t bytes, Stream stream) = 0;
   // From another device's memory, through the host where the two have no direct way.

@@ -23,7 +23,7 @@ inline constexpr int kMaxRanks = 64;
 
 inline constexpr std::int64_t kNeverRefused = INT64_MAX;
 
-enum class RefusalKind : std::int32_t { kNone = 0, kByHost = 1, kStalePin = 2, kOtherBatch = 3 };
+enum class RefusalKind : std::int32_t { kNone = 0, kStalePin = 1, kOtherBatch = 2 };
 
 // A rank's first refused call. In host memory that every device maps: written by the rank's own checks or by the host,
 // read by the work of every rank. `refused_call` counts the rank's ordered calls; it is written last.
@@ -315,7 +315,7 @@ struct Launches {
   void (*write_pin)(float value, float* pin, Stream);
   // out[i] = i: the rows of a copy that lies in token order.
   void (*write_positions)(std::int32_t* out, std::int64_t count, Stream);
-  // Loads every kernel, so that the first step does not; runs nothing.
+  // Loads every kernel, so that the first step does not. Sorts a little, since CUB's kernels load in no other way.
   void (*warm_up)();
   // Bytes of workspace. That of unique_ids depends on the current device too, and a smaller count needs no more.
   std::int64_t (*unique_ids_workspace)(std::int64_t count);

@@ -107,15 +107,6 @@ class RuntimeDevice : public Device {
   void synchronize(Stream stream) override {
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "work on the side stream has failed");
   }
-  bool reached(Event event) override {
-    const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
-    if (status == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    check(status, "work before an event has failed");
-    return true;
-  }
 
   void copy(void* to, const void* from, std::int64_t bytes, Stream stream) override {
     check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice,

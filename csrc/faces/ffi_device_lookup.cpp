@@ -1,11 +1,10 @@
 // Lookups as XLA calls them on CUDA. The same targets and operands as in ffi_lookup.cpp.
+#include "faces/ffi_bindings.h"
 #include "faces/ffi_device.h"
 #include "faces/ffi_handlers.h"
 
 namespace async_emb::faces::device {
 namespace {
-
-using Pin = ffi::BufferR1<ffi::F32>;
 
 ffi::Error begin(DeviceCaller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, Pin /*gate*/,
                  ffi::Result<Pin> pin, ffi::Result<ffi::AnyBuffer> table_out, std::int64_t context_id) {
@@ -56,75 +55,32 @@ ffi::Error rest(DeviceCaller caller, ffi::AnyBuffer table, ffi::AnyBuffer /*afte
 }  // namespace
 
 XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(now)
-                             .release();
+  static auto* handler = bind_lookup_now<DeviceCaller>(now);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<Pin>()             // gate [1]
-                             .Ret<Pin>()             // pin [1]
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Attr<std::int64_t>("context_id")
-                             .To(begin)
-                             .release();
+  static auto* handler = bind_lookup_begin<DeviceCaller>(begin);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<Pin>()             // pin [1]
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Attr<std::int64_t>("context_id")
-                             .To(lease)
-                             .release();
+  static auto* handler = bind_lookup_lease<DeviceCaller>(lease);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<Pin>()             // pin [1] of the lookup_start
-                             .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(done)
-                             .release();
+  static auto* handler = bind_lookup_done<DeviceCaller>(done);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<Pin>()             // pin [1] of the lookup_start
-                             .Arg<ffi::AnyBuffer>()  // token_ids that the rows are for
-                             .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(done_checked)
-                             .release();
+  static auto* handler = bind_lookup_done_checked<DeviceCaller>(done_checked);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* settle(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<DeviceCaller>()
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // what comes first: the end of the step
-                             .Ret<ffi::AnyBuffer>()  // the same table, at rest
-                             .Attr<std::int64_t>("context_id")
-                             .To(rest)
-                             .release();
+  static auto* handler = bind_settle<DeviceCaller>(rest);
   return handler->Call(call);
 }
 

@@ -3,8 +3,8 @@
 #include <mutex>
 #include <optional>
 
+#include "faces/ffi_bindings.h"
 #include "faces/ffi_handlers.h"
-#include "faces/ffi_support.h"
 
 namespace async_emb::faces {
 namespace {
@@ -80,63 +80,27 @@ ffi::Future now(Caller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, f
 }  // namespace
 
 XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Ret<ffi::AnyBuffer>()  // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(now)
-                             .release();
+  static auto* handler = bind_lookup_now<Caller>(now);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()           // token_ids, tokens_per_rank elements
-                             .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
-                             .Arg<ffi::BufferR1<ffi::F32>>()  // gate [1]
-                             .Ret<ffi::BufferR1<ffi::F32>>()  // pin [1]
-                             .Ret<ffi::AnyBuffer>()           // the same table
-                             .Attr<std::int64_t>("context_id")
-                             .To(begin)
-                             .release();
+  static auto* handler = bind_lookup_begin<Caller>(begin);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()           // table [rows, shard_width]
-                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1]
-                             .Ret<ffi::AnyBuffer>()           // the same table
-                             .Attr<std::int64_t>("context_id")
-                             .To(lease)
-                             .release();
+  static auto* handler = bind_lookup_lease<Caller>(lease);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
-                             .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(done)
-                             .release();
+  static auto* handler = bind_lookup_done<Caller>(done);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::BufferR1<ffi::F32>>()  // pin [1] of the lookup_start
-                             .Arg<ffi::AnyBuffer>()           // token_ids that the rows are for
-                             .Ret<ffi::AnyBuffer>()           // rows [tokens_per_rank, emb_width]
-                             .Attr<std::int64_t>("context_id")
-                             .To(done_checked)
-                             .release();
+  static auto* handler = bind_lookup_done_checked<Caller>(done_checked);
   return handler->Call(call);
 }
 

@@ -1,8 +1,8 @@
 // Handlers that only order or record: identities on an aliased operand, no copy, no context. None looks into a buffer,
 // so they are the same on every platform.
 #include "context/timeline.h"
+#include "faces/ffi_bindings.h"
 #include "faces/ffi_handlers.h"
-#include "faces/ffi_support.h"
 
 namespace async_emb::faces {
 namespace {
@@ -12,7 +12,7 @@ ffi::Error keep(ffi::AnyBuffer x, ffi::AnyBuffer /*pin*/, ffi::Result<ffi::AnyBu
 }
 
 // On CPU a table that leaves a step is at rest, because its leases have ended: there is nothing to wait for.
-ffi::Error rest(ffi::AnyBuffer table, ffi::AnyBuffer /*after*/, ffi::Result<ffi::AnyBuffer> table_out,
+ffi::Error rest(Caller, ffi::AnyBuffer table, ffi::AnyBuffer /*after*/, ffi::Result<ffi::AnyBuffer> table_out,
                 std::int64_t /*context_id*/) {
   return guarded([&] { require_alias(table, *table_out, "the table"); });
 }
@@ -48,13 +48,7 @@ XLA_FFI_Error* mark(XLA_FFI_CallFrame* call) {
 }
 
 XLA_FFI_Error* settle(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // what comes first: the end of the step
-                             .Ret<ffi::AnyBuffer>()  // the same table, at rest
-                             .Attr<std::int64_t>("context_id")
-                             .To(rest)
-                             .release();
+  static auto* handler = bind_settle<Caller>(rest);
   return handler->Call(call);
 }
 

@@ -1,25 +1,15 @@
 // Updates as XLA calls them. Translation and checks of form only; the pipeline decides everything else.
+#include "faces/ffi_bindings.h"
 #include "faces/ffi_handlers.h"
-#include "faces/ffi_support.h"
 
 namespace async_emb::faces {
 namespace {
 
-using F32Scalar = ffi::BufferR0<ffi::F32>;
-using S32Scalar = ffi::BufferR0<ffi::S32>;
-using U32Scalar = ffi::BufferR0<ffi::U32>;
-using Pin = ffi::BufferR1<ffi::F32>;
-
-// bool or int32, [] or [1].
 bool truth_of(const ffi::AnyBuffer& buffer) {
   const DLTensor tensor = view(buffer);
-  if (context::element_count(tensor) == 1) {
-    if (tensor.dtype.code == kDLBool) return *static_cast<const bool*>(tensor.data);
-    if (context::same_type(tensor.dtype, context::kInt32)) return *static_cast<const std::int32_t*>(tensor.data) != 0;
-  }
-  throw context::Error(
-      context::FailureKind::kInvalidArgument,
-      "async_emb stage_update: pending is " + context::describe(tensor) + ", but must be one bool or int32");
+  context::CallChecks::pending(tensor);
+  if (tensor.dtype.code == kDLBool) return *static_cast<const bool*>(tensor.data);
+  return *static_cast<const std::int32_t*>(tensor.data) != 0;
 }
 
 ffi::Error stage(Caller caller, ffi::AnyBuffer grads, ffi::AnyBuffer pending, Pin /*gate*/, ffi::Result<Pin> pin,
@@ -40,13 +30,6 @@ ffi::Error stage_segments(Caller caller, ffi::AnyBuffer grads, ffi::AnyBuffer se
   });
 }
 
-// The rule's numbers, as operands: a schedule changes them without a new program.
-struct Numbers {
-  F32Scalar learning_rate, eps, decay, weight_decay, max_grad_norm;
-  S32Scalar step;
-  U32Scalar seed, rounding_step;
-};
-
 context::UpdateRule rule_of(const Numbers& numbers, bool lazy, bool clips, bool stochastic_rounding) {
   return {.lazy = lazy,
           .learning_rate = *numbers.learning_rate.typed_data(),
@@ -59,21 +42,6 @@ context::UpdateRule rule_of(const Numbers& numbers, bool lazy, bool clips, bool 
           .stochastic_rounding = stochastic_rounding,
           .seed = *numbers.seed.typed_data(),
           .rounding_step = *numbers.rounding_step.typed_data()};
-}
-
-template <typename Binding>
-auto numbers_bound(Binding binding) {
-  return std::move(binding)
-      .template Ctx<Caller>()
-      .template Arg<Pin>()         // gate [1]
-      .template Arg<F32Scalar>()   // learning_rate
-      .template Arg<F32Scalar>()   // eps
-      .template Arg<F32Scalar>()   // decay_factor; lazy: accum_decay_rate
-      .template Arg<F32Scalar>()   // weight_decay_factor; lazy: weight_decay_rate
-      .template Arg<F32Scalar>()   // max_grad_norm, where `clips`
-      .template Arg<S32Scalar>()   // step, of the lazy form
-      .template Arg<U32Scalar>()   // seed, where `stochastic_rounding`
-      .template Arg<U32Scalar>();  // rounding_step, where `stochastic_rounding`
 }
 
 ffi::Error begin(Caller caller, Pin /*gate*/, F32Scalar learning_rate, F32Scalar eps, F32Scalar decay,
@@ -146,106 +114,37 @@ ffi::Future done(Caller caller, Pin /*gate*/, ffi::Result<F32Scalar> norm, ffi::
 }  // namespace
 
 XLA_FFI_Error* stage_update(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
-                             .Arg<ffi::AnyBuffer>()  // pending, bool or int32
-                             .Arg<Pin>()             // gate [1]
-                             .Ret<Pin>()             // pin [1]
-                             .Attr<std::int64_t>("context_id")
-                             .To(stage)
-                             .release();
+  static auto* handler = bind_stage_update<Caller>(stage);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* stage_update_segments(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()  // grads [tokens_per_rank, emb_width]
-                             .Arg<ffi::AnyBuffer>()  // segment_ids [tokens_per_rank]
-                             .Arg<ffi::AnyBuffer>()  // unique_tokens [num_unique]
-                             .Arg<ffi::AnyBuffer>()  // pending, bool or int32
-                             .Arg<Pin>()             // gate [1]
-                             .Ret<Pin>()             // pin [1]
-                             .Attr<std::int64_t>("context_id")
-                             .To(stage_segments)
-                             .release();
+  static auto* handler = bind_stage_update_segments<Caller>(stage_segments);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* update_begin(XLA_FFI_CallFrame* call) {
-  static auto* handler = numbers_bound(ffi::Ffi::Bind())
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
-                             .Ret<Pin>()             // pin [1]
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Ret<ffi::AnyBuffer>()  // the same row_state
-                             .Attr<std::int64_t>("context_id")
-                             .Attr<bool>("clips")
-                             .Attr<bool>("stochastic_rounding")
-                             .To(begin)
-                             .release();
+  static auto* handler = bind_update_begin<Caller>(begin);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* update_begin_lazy(XLA_FFI_CallFrame* call) {
-  static auto* handler = numbers_bound(ffi::Ffi::Bind())
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
-                             .Arg<ffi::AnyBuffer>()  // last_step [rows]
-                             .Ret<Pin>()             // pin [1]
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Ret<ffi::AnyBuffer>()  // the same row_state
-                             .Ret<ffi::AnyBuffer>()  // the same last_step
-                             .Attr<std::int64_t>("context_id")
-                             .Attr<bool>("clips")
-                             .Attr<bool>("stochastic_rounding")
-                             .To(begin_lazy)
-                             .release();
+  static auto* handler = bind_update_begin_lazy<Caller>(begin_lazy);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* update_lease(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
-                             .Arg<Pin>()             // pin [1] of the begin
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Ret<ffi::AnyBuffer>()  // the same row_state
-                             .Attr<std::int64_t>("context_id")
-                             .To(lease)
-                             .release();
+  static auto* handler = bind_update_lease<Caller>(lease);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* update_lease_lazy(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<ffi::AnyBuffer>()  // table [rows, shard_width]
-                             .Arg<ffi::AnyBuffer>()  // row_state [rows]
-                             .Arg<ffi::AnyBuffer>()  // last_step [rows]
-                             .Arg<Pin>()             // pin [1] of the begin
-                             .Ret<ffi::AnyBuffer>()  // the same table
-                             .Ret<ffi::AnyBuffer>()  // the same row_state
-                             .Ret<ffi::AnyBuffer>()  // the same last_step
-                             .Attr<std::int64_t>("context_id")
-                             .To(lease_lazy)
-                             .release();
+  static auto* handler = bind_update_lease_lazy<Caller>(lease_lazy);
   return handler->Call(call);
 }
 
 XLA_FFI_Error* update_done(XLA_FFI_CallFrame* call) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<Caller>()
-                             .Arg<Pin>()        // gate [1]
-                             .Ret<F32Scalar>()  // norm
-                             .Ret<S32Scalar>()  // valid: the update was applied
-                             .Ret<S32Scalar>()  // pending: one was staged
-                             .Ret<Pin>()        // pin [1]
-                             .Attr<std::int64_t>("context_id")
-                             .To(done)
-                             .release();
+  static auto* handler = bind_update_done<Caller>(done);
   return handler->Call(call);
 }
 

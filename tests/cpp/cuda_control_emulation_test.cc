@@ -86,10 +86,10 @@ TEST(CudaControlEmulation, KeepsAnEarlierRefusal) {
   LookupCheck check;
   check.pin = 4;
   check.refusal.refused_call = 3;
-  check.refusal.kind = RefusalKind::kByHost;
+  check.refusal.kind = RefusalKind::kOtherBatch;
   check.run();
   EXPECT_EQ(check.refusal.refused_call, 3);
-  EXPECT_EQ(check.refusal.kind, RefusalKind::kByHost);
+  EXPECT_EQ(check.refusal.kind, RefusalKind::kOtherBatch);
   check.refusal.refused_call = 9;  // the host was ahead
   check.run();
   EXPECT_EQ(check.refusal.refused_call, 8);

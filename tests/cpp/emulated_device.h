@@ -46,10 +46,6 @@ class EmulatedEvent {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return reached_ >= record; });
   }
-  bool reached() {
-    std::lock_guard lock(mutex_);
-    return reached_ >= recorded_;
-  }
 
  private:
   std::mutex mutex_;
@@ -128,8 +124,15 @@ inline const Launches& streamed_launches() {
     launches.segment_sum = on_stream<&Launches::segment_sum, SegmentSum>;
     launches.row_statistic = on_stream<&Launches::row_statistic, RowStatistic>;
     launches.decide = on_stream<&Launches::decide, Decide>;
-    launches.rowwise_adagrad = on_stream<&Launches::rowwise_adagrad, RowwiseAdagrad>;
     launches.deliver_outcome = on_stream<&Launches::deliver_outcome, DeliverOutcome>;
+    // The job of the sums is read while launching, and this launch is later.
+    launches.rowwise_adagrad = [](const RowwiseAdagrad& job, Stream stream) {
+      static_cast<EmulatedStream*>(stream)->put([job, sums = job.sum_job ? *job.sum_job : SegmentSum()] {
+        RowwiseAdagrad later = job;
+        if (job.sum_job != nullptr) later.sum_job = &sums;
+        emulated_launches().rowwise_adagrad(later, nullptr);
+      });
+    };
     launches.write_pin = [](float value, float* pin, Stream stream) {
       static_cast<EmulatedStream*>(stream)->put([value, pin] { emulated_launches().write_pin(value, pin, nullptr); });
     };
@@ -190,7 +193,6 @@ class EmulatedDevice : public Device {
     static_cast<EmulatedStream*>(stream)->put([e, record = e->last_record()] { e->await(record); });
   }
   void synchronize(Stream stream) override { static_cast<EmulatedStream*>(stream)->synchronize(); }
-  bool reached(Event event) override { return static_cast<EmulatedEvent*>(event)->reached(); }
 
   void copy(void* to, const void* from, std::int64_t bytes, Stream stream) override {
     static_cast<EmulatedStream*>(stream)->put([=] { std::memcpy(to, from, static_cast<std::size_t>(bytes)); });
