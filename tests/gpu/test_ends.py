@@ -106,8 +106,10 @@ def test_abort_ends_the_wait_for_a_rank_that_does_not_come():
 
         thread = threading.Thread(target=wait)
         thread.start()
+        deadline = time.monotonic() + 30
         while ranks.native.stats(ranks.context_id)["lookup_done_calls"] == 0:
-            time.sleep(0.001)
+            assert time.monotonic() < deadline, "the done has not been called"
+            time.sleep(0.001)  # until the thread is inside of the call; nothing tells when
         ranks.native.abort_context(ranks.context_id, "the test says so")
         thread.join(timeout=30)
         assert not thread.is_alive()
@@ -138,7 +140,7 @@ def test_closing_and_opening_twenty_times_takes_no_more_memory():
         deadline = time.monotonic() + 10  # the last owner may be the thread that watches for timeouts
         while torch.cuda.mem_get_info()[0] < free_before - (4 << 20):
             assert time.monotonic() < deadline, "memory of a closed context is still taken"
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
 
 
 def test_closing_while_the_gpu_is_busy_waits_for_the_work():

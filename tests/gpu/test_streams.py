@@ -82,7 +82,7 @@ def reached_while_busy(event: torch.cuda.Event, free: torch.cuda.Event) -> bool:
     while not event.query():
         if free.query():
             return False
-        time.sleep(0.001)
+        time.sleep(0.001)  # between two looks; what is asserted is which came first
     return not free.query()
 
 
@@ -206,7 +206,7 @@ def test_ranks_that_are_held_up_at_random_give_the_same_bits(ranks, staleness):
         if draws[rank].random() < 0.2:
             torch.cuda._sleep(int(draws[rank].integers(1_000, 3_000_000)))
         if draws[rank].random() < 0.02:
-            time.sleep(0.002)
+            time.sleep(0.002)  # a rank's thread that is late: orders vary, results must not
 
     with NativeRanks(case) as context:
         assert_like_the_oracle(context.run(hold_up), case)
