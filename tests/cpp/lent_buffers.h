@@ -126,11 +126,16 @@ class Tensor {
     return tensor;
   }
 
-  void lend() { ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_); }
+  void lend() {
+    ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_);
+    lent_ = true;
+  }
 
   // The buffer is the owner's again: rewriting it shows the thread sanitizer whoever still uses it, and poison shows
   // the address sanitizer whoever does so later.
   void rest() {
+    if (!lent_) return;
+    lent_ = false;
     for (volatile char* p = memory_.get(); p != memory_.get() + bytes_; ++p) *p = *p;
     ASAN_POISON_MEMORY_REGION(memory_.get(), bytes_);
   }
@@ -144,6 +149,7 @@ class Tensor {
   DLDataType type_;
   std::vector<std::int64_t> shape_;
   std::size_t bytes_ = 0;
+  bool lent_ = true;
   std::unique_ptr<char, Free> memory_;
 };
 
