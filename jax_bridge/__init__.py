@@ -12,6 +12,7 @@ from .errors import (
     ContextError,
     ContextTypeError,
     ContextWarning,
+    FailedContextError,
     IdError,
     PipelineError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "ContextError",
     "ContextTypeError",
     "ContextWarning",
+    "FailedContextError",
     "IdError",
     "PipelineError",
     "RowOptimizer",

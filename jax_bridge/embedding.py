@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import ContextError, ContextWarning, IdError, PipelineError, own_corrections
+from .errors import ContextError, ContextWarning, FailedContextError, IdError, PipelineError, own_corrections
 from .mesh import pad_width, replica_groups
 from .optimizers import RowOptimizer
 from .token_ids import as_int32, as_integers, require_in_table
@@ -223,8 +223,18 @@ class AsyncEmbedding:
             if early is not None:
                 raise early
 
+    def require_working(self) -> None:
+        """Raises FailedContextError where a context has failed. Steps may run."""
+        for handle in self._open():
+            runtime.require_working(handle)
+
     def has_news(self) -> bool:
-        """Whether ``check`` would raise, as far as one can tell while steps run. Never waits."""
+        """Whether ``check`` would raise, as far as one can tell while steps run. Never waits.
+
+        Raises:
+            FailedContextError: a context has failed.
+        """
+        self.require_working()
         for handle in self._open("train"):
             if handle.num_unique < handle.tokens_per_batch and handle.context_id not in self._early:
                 try:
@@ -240,6 +250,14 @@ class AsyncEmbedding:
             runtime.close_context(handle)
         self._told.clear()
         self._early.clear()
+
+    def close_failed(self) -> None:
+        """Closes the contexts that have failed."""
+        for handle in self._open():
+            try:
+                runtime.require_working(handle)
+            except FailedContextError:
+                runtime.close_context(handle)
 
     def smallest_handle(self) -> AsyncEmbContextHandle:
         """The handle for a batch of one token on each rank: for what does not depend on the batch."""

@@ -45,7 +45,11 @@ class ContextTypeError(ContextError, TypeError):
 
 
 class PipelineError(AsyncEmbError, RuntimeError):
-    """An operation was called in the wrong state, or the context has failed, was aborted, or timed out."""
+    """An operation was called in the wrong state. Nothing was applied from there on."""
+
+
+class FailedContextError(PipelineError):
+    """A context has failed, was aborted, or timed out: every call says so until it is closed and opened again."""
 
 
 class IdError(AsyncEmbError, ValueError):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .context import AsyncEmbContextHandle
-from .errors import ContextError, IdError, PipelineError
+from .errors import ContextError, FailedContextError, IdError, PipelineError
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
@@ -127,16 +127,32 @@ def check(handle: AsyncEmbContextHandle) -> None:
     Raises:
         PipelineError: a call was refused; nothing was applied from there on.
         IdError: ids outside of the table, or more unique ids than ``num_unique``; they were dropped.
+        FailedContextError: the context has failed, was aborted, or timed out. This is not cleared.
     """
+    require_working(handle)
     refusal = _call(native().take_refusal, handle.context_id)
     problem = _call(native().take_id_problem, handle.context_id)
     if refusal is not None:
-        error = PipelineError(refusal)
+        refused = PipelineError(refusal)
         if problem is not None:
-            error.add_note(f"Also: {_id_error(handle, problem)}")
-        raise error
+            refused.add_note(f"Also: {_id_error(handle, problem)}")
+        raise refused
     if problem is not None:
         raise _id_error(handle, problem)
+
+
+def require_working(handle: AsyncEmbContextHandle) -> None:
+    """Raises FailedContextError where the context has failed, was aborted, or timed out; may be called while steps
+    run."""
+    failure = _call(native().failure, handle.context_id)
+    if failure is None:
+        return
+    error = FailedContextError(failure)
+    error.add_note(
+        "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
+        "objects close, init and restore). A step that failed has lost what it was given: go on from a snapshot"
+    )
+    raise error
 
 
 def check_ids(handle: AsyncEmbContextHandle) -> None:

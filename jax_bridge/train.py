@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from . import batches, global_ops, runtime, snapshots
 from .embedding import AsyncEmbedding
-from .errors import AsyncEmbError, IdError, PipelineError
+from .errors import AsyncEmbError, FailedContextError, IdError, PipelineError
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, StepProgram, StepState
 from .token_ids import as_int32
@@ -109,6 +109,7 @@ class TrainStep:
         # With staleness 1, what is under way between two calls:
         self._last: Any = None  # pins of the state that it belongs to; None where nothing is
         self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
+        self._failure_told = False  # a context has failed, and the caller knows
         self._unwanted = False  # a lookup is armed though no batch was announced
 
     # ---- the loop ----
@@ -194,7 +195,18 @@ class TrainStep:
             PipelineError: a call was refused, and so was everything after it; tables and parameters are as before.
                 Staged gradients are kept where every rank still had them: go on from the last state with any batch.
             IdError: ids outside of a table, which were dropped.
+            FailedContextError: a context has failed. ``init`` and ``restore`` begin anew.
         """
+        try:
+            self._check(wait)
+        except FailedContextError:
+            self._failure_told = True
+            raise
+        except PipelineError:
+            self._recover()
+            raise
+
+    def _check(self, wait: bool) -> None:
         count = len(self._in_flight)
         self._wait(every=wait)
         if not wait and 0 < count == len(self._in_flight):
@@ -203,12 +215,8 @@ class TrainStep:
             if not any(table.has_news() for table in self.tables.values()):
                 return
             self._wait(every=True)  # a refusal can be taken back only where nothing runs
-        try:
-            for table in self.tables.values():
-                table.check()
-        except PipelineError:
-            self._recover()
-            raise
+        for table in self.tables.values():
+            table.check()
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Each table's counters (``AsyncEmbedding.stats``)."""
@@ -220,8 +228,12 @@ class TrainStep:
 
         Drops gradients that are staged: ``flush`` first to keep them. The step can be used again.
         """
+        told = self._failure_told
         try:
             self.check(wait=True)
+        except FailedContextError:
+            if not told:
+                raise
         finally:
             for table in self.tables.values():
                 table.close()
@@ -362,6 +374,8 @@ class TrainStep:
         with contextlib.suppress(Exception):
             self._wait(every=True)
         self._give_up()
+        for table in self.tables.values():
+            table.close_failed()
         for compiled in self._programs.values():
             for handle in compiled.program.handles.values():
                 if handle.context_id in self._owned and runtime.is_open(handle):
@@ -379,6 +393,7 @@ class TrainStep:
 
     def _give_up(self) -> None:
         self._in_flight.clear()
+        self._failure_told = False
         self._last, self._armed, self._unwanted = None, None, False
 
     # ---- ids and lookups ----
@@ -410,6 +425,8 @@ class TrainStep:
                 jax.block_until_ready(self._in_flight.popleft())
         except BaseException:
             self._drain()  # buffers that the failed step has lent go back with the exception
+            for table in self.tables.values():
+                table.require_working()  # its own words, instead of XLA's around them
             raise
 
     def _drain(self) -> None:

@@ -234,6 +234,11 @@ void DevicePipeline::fail(Failure failure) {
   changed_.notify_all();
 }
 
+std::optional<Failure> DevicePipeline::failure() const {
+  Lock lock(mutex_);
+  return failure_;
+}
+
 void DevicePipeline::check_timeout(Clock::time_point now) {
   Lock lock(mutex_);
   if (failure_) return;

@@ -72,6 +72,7 @@ class DevicePipeline : public GroupPipeline {
   Stats stats() const override;
   std::int64_t arena_bytes() const override;
   void fail(Failure failure) override;
+  std::optional<Failure> failure() const override;
   void check_timeout(Clock::time_point now) override;
   void drain() override;
 

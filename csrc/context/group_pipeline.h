@@ -48,6 +48,7 @@ class GroupPipeline {
 
   // The first failure sticks: whatever waits ends with it, and every later call throws it.
   virtual void fail(Failure failure) = 0;
+  virtual std::optional<Failure> failure() const = 0;
   // Called by the watchdog: fails the group where somebody waits for longer than the timeout.
   virtual void check_timeout(Clock::time_point now) = 0;
   // Returns when no work runs any more.

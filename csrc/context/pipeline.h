@@ -71,6 +71,7 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   Stats stats() const override;
   std::int64_t arena_bytes() const override;
   void fail(Failure failure) override;
+  std::optional<Failure> failure() const override;
   void check_timeout(Clock::time_point now) override;
   void drain() override;
 

@@ -111,6 +111,11 @@ void Pipeline::fail(Failure failure) {
   fail_waiting();
 }
 
+std::optional<Failure> Pipeline::failure() const {
+  Lock lock(mutex_);
+  return failure_;
+}
+
 void Pipeline::fail_waiting() {
   // Work that runs keeps its buffers until it has ended; it calls here again then.
   for (LookupRound& round : lookups_) {

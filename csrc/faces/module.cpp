@@ -109,6 +109,14 @@ py::dict stats(std::int64_t id) {
   return result;
 }
 
+// What ended the context, or None while it works.
+py::object failure(std::int64_t id) {
+  for (const auto& group : context::find_context(id)->groups()) {
+    if (const auto ended = group->failure()) return py::str(ended->message);
+  }
+  return py::none();
+}
+
 // The first refusal of any group, cleared everywhere; None where there is none.
 py::object take_refusal(std::int64_t id) {
   py::object first = py::none();
@@ -194,6 +202,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("abort_context", &context::abort_context, py::call_guard<py::gil_scoped_release>());
 
   m.def("stats", &stats);
+  m.def("failure", &failure);
   m.def("take_refusal", &take_refusal);
   m.def("take_id_problem", &take_id_problem);
   m.def("return_to_first_step", [](std::int64_t id) {
