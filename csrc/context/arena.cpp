@@ -33,20 +33,23 @@ BatchIds::BatchIds(std::int64_t tokens)
       offsets(bytes_of("segment offsets", 4, tokens + 1)),
       positions(bytes_of("token positions", 4, tokens)) {}
 
-Arena::Arena(const ContextSpec& spec, const core::ColumnLayout& layout) {
+Arena::Arena(const ContextSpec& spec, const core::ColumnLayout& layout, const std::vector<int>& local_ranks)
+    : rows(static_cast<std::size_t>(spec.group_size)), sums(static_cast<std::size_t>(spec.group_size)) {
   // Kernels number tokens by int32; this also makes sure that spec.tokens() itself does not overflow.
   core::checked_int32("tokens of a batch",
                       core::checked_product("tokens of a batch", {spec.tokens_per_rank, spec.group_size}));
   const std::int64_t element = core::size_of(spec.dtype);
   const std::int64_t unique = std::min(spec.num_unique, spec.tokens());
-  for (int rank = 0; rank < spec.group_size; ++rank) {
-    rows.emplace_back(bytes_of("looked-up rows", element, spec.tokens_per_rank, spec.emb_width));
+  for (const int rank : local_ranks) {
+    rows[static_cast<std::size_t>(rank)] =
+        Buffer(bytes_of("looked-up rows", element, spec.tokens_per_rank, spec.emb_width));
   }
   if (spec.lookup_only) return;
-  for (int rank = 0; rank < spec.group_size; ++rank) {
-    sums.emplace_back(bytes_of("gradient sums", 4, unique, layout.width(rank)));
+  for (const int rank : local_ranks) {
+    sums[static_cast<std::size_t>(rank)] = Buffer(bytes_of("gradient sums", 4, unique, layout.width(rank)));
   }
-  grads = Buffer(bytes_of("staged gradient rows", element, spec.tokens(), spec.emb_width));
+  const auto held = static_cast<std::int64_t>(local_ranks.size()) * spec.shard_width();
+  grads = Buffer(bytes_of("staged gradient rows", element, spec.tokens(), held));
   subtree_sums = Buffer(bytes_of("row statistics", 4, unique, layout.total_subtrees()));
   statistics = Buffer(bytes_of("row statistics", 4, unique));
   sort_scratch = Buffer(bytes_of("sort scratch", 8, cpu::unique_ids_scratch(spec.tokens())));

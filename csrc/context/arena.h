@@ -47,14 +47,16 @@ struct BatchIds {
 };
 
 struct Arena {
-  std::vector<Buffer> rows;  // per rank: looked-up rows that wait for their done, [tokens_per_rank, emb_width]
-  Buffer grads;              // staged gradient rows of the whole group in token order, [tokens, emb_width]
-  std::vector<Buffer> sums;  // per rank: fp32 sums of its logical columns, [num_unique, width]
-  Buffer subtree_sums;       // fp32 [num_unique, subtrees]
-  Buffer statistics;         // fp32 [num_unique]
+  // By rank of the group, empty for those of other processes:
+  std::vector<Buffer> rows;  // looked-up rows that wait for their done, [tokens_per_rank, emb_width]
+  std::vector<Buffer> sums;  // fp32 sums of its logical columns, [num_unique, width]
+  // Staged gradient rows of the whole group in token order, [tokens, columns of the ranks of this process].
+  Buffer grads;
+  Buffer subtree_sums;  // fp32 [num_unique, subtrees]
+  Buffer statistics;    // fp32 [num_unique]
   Buffer sort_scratch;
 
-  Arena(const ContextSpec& spec, const core::ColumnLayout& layout);
+  Arena(const ContextSpec& spec, const core::ColumnLayout& layout, const std::vector<int>& local_ranks);
   std::int64_t bytes() const;
 };
 

@@ -1,5 +1,6 @@
 #include "context/call_checks.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <limits>
 
@@ -130,18 +131,35 @@ std::optional<Failure> CallChecks::update_buffers(int rank, std::int64_t step, c
   return std::nullopt;
 }
 
+std::string CallChecks::of_step(const char* call, std::int64_t step) const {
+  return "async_emb '" + spec_.name + "' " + call + " of step " + std::to_string(step);
+}
+
+std::string CallChecks::list(const std::vector<int>& ranks) const {
+  std::string text;
+  for (const int rank : ranks) {
+    const std::int64_t device = devices_[static_cast<std::size_t>(rank)];
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (device " + std::to_string(device);
+    if (!spec_.processes.empty()) {
+      const auto place = std::find(spec_.devices.begin(), spec_.devices.end(), device) - spec_.devices.begin();
+      text += ", process " + std::to_string(spec_.processes[static_cast<std::size_t>(place)]);
+    }
+    text += ")";
+  }
+  return text;
+}
+
+std::string CallChecks::lost(const char* call, std::int64_t step, const std::vector<int>& ranks,
+                             const std::string& why) const {
+  return "async_emb '" + spec_.name + "' lost " + list(ranks) + " in " + call + " of step " + std::to_string(step) +
+         ": the process has ended or its connection broke (" + why + ")";
+}
+
 std::string CallChecks::timed_out(const char* call, std::int64_t step, const std::vector<int>& missing) const {
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", spec_.timeout_seconds);
-  std::string text = "async_emb '" + spec_.name + "' timed out after " + seconds + " s in " + call + " of step " +
-                     std::to_string(step) + ": missing";
-  const char* separator = " ";
-  for (int rank : missing) {
-    text += separator + std::string("rank ") + std::to_string(rank) + " (device " +
-            std::to_string(devices_[static_cast<std::size_t>(rank)]) + ")";
-    separator = ", ";
-  }
-  return text + ". Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer";
+  return "async_emb '" + spec_.name + "' timed out after " + seconds + " s in " + call + " of step " +
+         std::to_string(step) + ": missing " + list(missing) + ". Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer";
 }
 
 }  // namespace async_emb::context

@@ -46,10 +46,17 @@ class CallChecks {
   std::optional<Failure> update_buffers(int rank, std::int64_t step, const UpdateBuffers& buffers, bool lazy,
                                         std::int64_t staged_rows, const void* last_table) const;
 
+  // "async_emb 'users' lookup_start of step 5"
+  std::string of_step(const char* call, std::int64_t step) const;
+  // "async_emb 'users' lost rank 1 (device 3, process 1) in lookup_start of step 5: ..."
+  std::string lost(const char* call, std::int64_t step, const std::vector<int>& ranks, const std::string& why) const;
   // "async_emb 'users' timed out after 30 s in lookup_start of step 5: missing rank 1 (device 3). ..."
   std::string timed_out(const char* call, std::int64_t step, const std::vector<int>& missing) const;
 
  private:
+  // "rank 1 (device 3), rank 2 (device 4)", with the processes where there are several.
+  std::string list(const std::vector<int>& ranks) const;
+
   const ContextSpec& spec_;
   const std::vector<std::int64_t>& devices_;
 };

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <utility>
 
 #include "core/adagrad.h"
 
@@ -33,32 +35,70 @@ Range cut_segments(const BatchIds& batch, int part, int parts) {
 
 }  // namespace
 
-ColumnSharded::ColumnSharded(const ContextSpec& spec)
+ColumnSharded::ColumnSharded(const ContextSpec& spec, std::vector<int> local_ranks)
     : spec_(spec),
       kernels_(cpu::kernels()),
       element_(core::size_of(spec.dtype)),
       layout_(spec.group_size, spec.emb_width, spec.logical_width),
+      local_(std::move(local_ranks)),
+      held_(PackedColumns::of_ranks(local_, spec.shard_width() * element_, spec.emb_width * element_)),
       levels_(layout_.levels()),
-      arena_(spec, layout_) {}
+      arena_(spec, layout_, local_) {}
+
+std::int64_t ColumnSharded::held_begin(int rank) const {
+  return (std::find(local_.begin(), local_.end(), rank) - local_.begin()) * spec_.shard_width();
+}
+
+void ColumnSharded::gather_block(const std::int32_t* ids, std::int64_t count, std::span<const void* const> tables,
+                                 char* out, bool side_by_side) const {
+  std::array<cpu::ColumnShard, kMostShardsOnStack> on_stack;
+  std::vector<cpu::ColumnShard> on_heap;
+  if (local_.size() > on_stack.size()) on_heap.resize(local_.size());
+  cpu::ColumnShard* shards = on_heap.empty() ? on_stack.data() : on_heap.data();
+  const std::int64_t shard_bytes = spec_.shard_width() * element_;
+  for (std::size_t i = 0; i < local_.size(); ++i) shards[i] = {tables[local_[i]], shard_bytes, shard_bytes};
+
+  // One gather for each run of neighbours: all of them, but where a mesh mixes the devices of several processes.
+  for (std::size_t begin = 0; begin < local_.size();) {
+    std::size_t end = begin + 1;
+    while (end < local_.size() && (side_by_side || local_[end] == local_[end - 1] + 1)) ++end;
+    cpu::GatherRows job;
+    job.ids = ids;
+    job.count = count;
+    job.shards = shards + begin;
+    job.num_shards = static_cast<int>(end - begin);
+    job.out_row_stride_bytes = side_by_side ? held_width() * element_ : spec_.emb_width * element_;
+    job.out = out + (side_by_side ? 0 : local_[begin] * shard_bytes);
+    kernels_.gather_rows(job);
+    begin = end;
+  }
+}
 
 void ColumnSharded::gather(const BatchIds& batch, std::span<const void* const> tables, int rank, int part, int parts,
                            void* destination) const {
-  std::array<cpu::ColumnShard, kMostShardsOnStack> on_stack;
-  std::vector<cpu::ColumnShard> on_heap;
-  if (tables.size() > on_stack.size()) on_heap.resize(tables.size());
-  cpu::ColumnShard* shards = on_heap.empty() ? on_stack.data() : on_heap.data();
-  const std::int64_t shard_bytes = spec_.shard_width() * element_;
-  for (std::size_t peer = 0; peer < tables.size(); ++peer) shards[peer] = {tables[peer], shard_bytes, shard_bytes};
-
   const auto [begin, end] = cut(spec_.tokens_per_rank, part, parts);
-  cpu::GatherRows job;
-  job.ids = batch.ids.as<std::int32_t>() + spec_.token_blocks[rank] * spec_.tokens_per_rank + begin;
-  job.count = end - begin;
-  job.shards = shards;
-  job.num_shards = static_cast<int>(tables.size());
-  job.out_row_stride_bytes = spec_.emb_width * element_;
-  job.out = static_cast<char*>(destination) + begin * job.out_row_stride_bytes;
-  kernels_.gather_rows(job);
+  const std::int32_t* ids = batch.ids.as<std::int32_t>() + spec_.token_blocks[rank] * spec_.tokens_per_rank + begin;
+  gather_block(ids, end - begin, tables, static_cast<char*>(destination) + begin * spec_.emb_width * element_, false);
+}
+
+void ColumnSharded::gather_for_peer(const BatchIds& batch, std::span<const void* const> tables, int rank,
+                                    void* destination) const {
+  gather_block(batch.ids.as<std::int32_t>() + spec_.token_blocks[rank] * spec_.tokens_per_rank, spec_.tokens_per_rank,
+               tables, static_cast<char*>(destination), true);
+}
+
+void ColumnSharded::stage(int rank, const void* grads) {
+  char* own = arena_.grads.as<char>() + spec_.token_blocks[rank] * spec_.tokens_per_rank * held_.bytes();
+  if (held_width() == spec_.emb_width) {
+    std::memcpy(own, grads, static_cast<std::size_t>(lookup_bytes()));
+  } else {
+    held_.pack(grads, spec_.tokens_per_rank, own);
+  }
+}
+
+void ColumnSharded::unstage(int rank, void* grads) const {
+  held_.unpack(arena_.grads.as<char>() + spec_.token_blocks[rank] * spec_.tokens_per_rank * held_.bytes(),
+               spec_.tokens_per_rank, grads);
 }
 
 void ColumnSharded::fill_refused(void* destination) const {
@@ -92,8 +132,8 @@ void ColumnSharded::sum(const BatchIds& batch, int rank, int part, int parts) co
   const auto [begin, end] = cut_segments(batch, part, parts);
   cpu::SegmentSum job;
   job.grad_dtype = spec_.dtype;
-  job.grads = arena_.grads.as<void>();
-  job.grad_row_stride = spec_.emb_width;
+  job.grads = arena_.grads.as<char>() + held_begin(rank) * element_;
+  job.grad_row_stride = held_width();
   job.column_begin = layout_.column_begin(rank);
   job.width = layout_.width(rank);
   job.offsets = batch.offsets.as<std::int32_t>();
@@ -148,7 +188,8 @@ std::int64_t ColumnSharded::apply(const BatchIds& batch, const UpdateRule& rule,
 }
 
 int ColumnSharded::parts_for(std::int64_t bytes, int threads) const {
-  const int share = (threads + spec_.group_size - 1) / spec_.group_size;
+  const int ranks = static_cast<int>(local_.size());
+  const int share = (threads + ranks - 1) / ranks;
   return static_cast<int>(std::clamp<std::int64_t>(bytes / kBytesWorthAPart, 1, share));
 }
 

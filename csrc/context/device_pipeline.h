@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/arrivals.h"
 #include "context/call_checks.h"
 #include "context/device_arena.h"
 #include "context/group_pipeline.h"

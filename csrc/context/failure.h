@@ -13,6 +13,7 @@ enum class FailureKind {
   kUnknownContext,    // no such context, or one that was closed
   kAborted,           // abort() or close() while a call waited
   kTimeout,           // a peer did not come in time
+  kPeer,              // another process has ended or given up
   kInternal,          // a defect of ours, or out of memory
 };
 

@@ -24,7 +24,8 @@ struct IdProblem {
   std::int64_t unique = 0;  // with too_many_unique
 };
 
-// Staged gradients as a snapshot keeps them. Rows are in token order of the whole group.
+// Staged gradients as a snapshot keeps them, in token order. Those of the ranks of this process are given back; those
+// of the whole group are restored, on every process.
 struct StagedGradients {
   std::vector<std::int32_t> ids;  // [tokens], cleaned
   std::vector<char> grads;        // [tokens, emb_width] of the context's dtype

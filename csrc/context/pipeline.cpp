@@ -7,14 +7,17 @@
 
 namespace async_emb::context {
 
-Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices,
-                   std::unique_ptr<comm::Communicator> communicator, Executor& executor)
+Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, Executor& executor, ProcessMap map,
+                   std::shared_ptr<comm::Transport> transport)
     : spec_(std::move(spec)),
       devices_(std::move(devices)),
       check_(spec_, devices_),
-      communicator_(std::move(communicator)),
       executor_(executor),
-      work_(spec_),
+      arrivals_(map.local()),
+      local_(arrivals_.ranks()),
+      work_(spec_, local_),
+      peers_(map.size() == 1 ? nullptr
+                             : std::make_unique<Peers>(spec_, work_.layout(), std::move(map), std::move(transport))),
       ranks_(spec_.group_size) {
   for (LookupRound& round : lookups_) {
     round.ranks.resize(spec_.group_size);
@@ -49,11 +52,17 @@ void Pipeline::release(int& batch) {
 
 // ---- what lookup and update share ----
 
-void Pipeline::arrive(comm::Channel channel, std::int64_t step, int rank) {
+void Pipeline::arrive(comm::Channel channel, std::int64_t number, int rank) {
+  const bool looks_up = channel == comm::Channel::kLookup;
   // The completions are the round's from here on, so an exception may only reach a caller through them.
-  guarded(channel == comm::Channel::kLookup ? "lookup_start" : "update start", [&] {
-    communicator_->arrive(channel, step, rank, [self = shared_from_this(), channel, step] {
-      channel == comm::Channel::kLookup ? self->run_lookup(step) : self->run_update(step);
+  guarded(looks_up ? "lookup_start" : "update start", [&] {
+    arrivals_.arrive(channel, number, rank, [self = shared_from_this(), looks_up, number] {
+      if (self->peers_ == nullptr) {
+        looks_up ? self->run_lookup(number) : self->run_update(number);
+        return;
+      }
+      self->peers_->post(
+          [self, looks_up, number] { looks_up ? self->lookup_with_peers(number) : self->update_with_peers(number); });
     });
   });
 }

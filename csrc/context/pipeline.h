@@ -1,4 +1,5 @@
-// One embedding table's pipeline over the ranks of one group that live in this process.
+// One embedding table's pipeline over the ranks of one group that live in this process. Ranks of other processes take
+// part through peers.h.
 //
 // A rank's calls come from threads of XLA's (or of a caller's own); none of them blocks. A start is two calls:
 // `*_begin` takes what it needs into the arena and returns the pin's step at once, `*_lease` lends the table for the
@@ -24,13 +25,17 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
+#include "comm/arrivals.h"
+#include "comm/transport.h"
 #include "context/arena.h"
 #include "context/call_checks.h"
 #include "context/column_sharded.h"
 #include "context/executor.h"
 #include "context/failure.h"
 #include "context/group_pipeline.h"
+#include "context/notice.h"
+#include "context/peers.h"
+#include "context/process_map.h"
 #include "context/round.h"
 #include "context/spec.h"
 #include "context/state_machine.h"
@@ -41,9 +46,9 @@ namespace async_emb::context {
 
 class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipeline> {
  public:
-  // `devices` are the group's device ids in rank order.
-  Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::unique_ptr<comm::Communicator> communicator,
-           Executor& executor);
+  // `devices` are the group's device ids in rank order; `transport` leads to the other processes of the map.
+  Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, Executor& executor, ProcessMap map,
+           std::shared_ptr<comm::Transport> transport = nullptr);
 
   // The ordered calls of one rank. Pins are step numbers; state_machine.h turns them into float32.
   //
@@ -80,12 +85,14 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
  private:
   struct Rank {
     StateMachine machine;
-    std::int64_t calls = 0;    // ordered calls so far
+    std::int64_t calls = 0;                              // ordered calls so far
+    std::array<std::int64_t, comm::kChannels> starts{};  // of them, refused ones too
     bool lookup_open = false;  // the last lookup_begin opened a round: its lease belongs to it
     bool update_open = false;
     int consumed_batch = -1;
     int staged_batch = -1;
     bool staged_pending = true;
+    bool staged_own_ids = false;
     const void* last_table = nullptr;  // of the last lookup's lease
   };
 
@@ -104,11 +111,30 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   void take_offer(int rank, LookupRound& round, const DLTensor& table);
   void take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
                   const DLTensor* last_step);
-  void arrive(comm::Channel channel, std::int64_t step, int rank);
+  // The last rank of this process to arrive hands the round on: to the work, or to the peers. They take part in starts
+  // that are refused too, since no process can know what the others refuse; so theirs are counted by starts.
+  std::int64_t number_of(const Progress& round) const { return peers_ != nullptr ? round.start : round.step; }
+  void arrive(comm::Channel channel, std::int64_t number, int rank);
+  void lookup_with_peers(std::int64_t start);
+  void update_with_peers(std::int64_t start);
+  void share_sums(std::int64_t step);
+  // Runs `body`, which waits for other processes while `round` runs; null where the start was refused here.
+  template <typename Body>
+  void with_peers(const char* call, std::int64_t step, Progress* round, Body body);
+  void begin_running(Progress& round);
+  void stop_running(Progress& round);
+  // Whether the step goes on: nobody has refused its start.
+  template <typename Round>
+  bool take_notices(const std::vector<Notice>& notices, const char* call, Round* round);
+  std::vector<int> local_in_token_order() const;
+  void why_refused(Notice& notice) const;
+  Failure failure_of(const comm::TransportError& error, const char* call, std::int64_t step) const;
   void finish_lookup(int rank, LookupRound& round);
   void run_lookup(std::int64_t step);
+  void gather(std::int64_t step);
   void gather_part(std::int64_t step, int rank, int part, int parts);
   void run_update(std::int64_t step);
+  void work_on_update(std::int64_t step);
   void index_then_sum(std::int64_t step);
   void decide(std::int64_t step);
   void apply(std::int64_t step);
@@ -124,17 +150,22 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   void consume_lookup(int rank, LookupRound& round);
   void consume_update(int rank, UpdateRound& round);
   void write_results(const UpdateRound& round, const UpdateRound::Rank& rank) const;
-  void note_bad_id(std::int64_t step, std::int64_t position, std::int64_t id, std::int64_t rows);
+  void note(const IdProblem& problem);
+  // Of one lookup, or of the gradient rows of one update: what the ranks of this process get from all others.
+  std::int64_t moved_bytes() const;
   void later(Completion& completion);
   void fail_waiting();
+  void adopt(Failure failure);  // with the lock held
   void record(const char* name, int rank, std::int64_t step) const;
 
   const ContextSpec spec_;
   const std::vector<std::int64_t> devices_;
   const CallChecks check_;
-  const std::unique_ptr<comm::Communicator> communicator_;
   Executor& executor_;
+  comm::Arrivals arrivals_;
+  const std::vector<int>& local_;  // ranks of this process
   ColumnSharded work_;
+  const std::unique_ptr<Peers> peers_;  // null where the whole group is in this process
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
@@ -151,7 +182,7 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   std::optional<Failure> failure_;
   std::optional<std::string> refusal_;
   std::int64_t refused_call_ = std::numeric_limits<std::int64_t>::max();
-  std::optional<IdProblem> id_problem_;
+  std::vector<IdProblem> id_problems_;  // the first of a step, of the last steps
   Stats stats_;
 };
 

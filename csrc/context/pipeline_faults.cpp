@@ -37,8 +37,11 @@ void Pipeline::void_rounds() {
 void Pipeline::finish_void(LookupRound& round) {
   round.is_void = true;
   round.complete = true;
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  for (const int rank : local_) {
     LookupRound::Rank& mine = round.ranks[rank];
+    if (peers_ != nullptr && mine.begun && !std::exchange(mine.arrived, true)) {
+      arrive(comm::Channel::kLookup, round.start, rank);
+    }
     later(mine.lease);
     if (!mine.done) continue;
     work_.fill_refused(mine.out);
@@ -50,8 +53,11 @@ void Pipeline::finish_void(LookupRound& round) {
 void Pipeline::finish_void(UpdateRound& round) {
   round.is_void = true;
   round.complete = true;
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  for (const int rank : local_) {
     UpdateRound::Rank& mine = round.ranks[rank];
+    if (peers_ != nullptr && mine.begun && !std::exchange(mine.arrived, true)) {
+      arrive(comm::Channel::kUpdate, round.start, rank);
+    }
     later(mine.lease);
     if (!mine.done) continue;
     mine.results.write_nothing_done();
@@ -70,16 +76,23 @@ std::optional<std::string> Pipeline::take_refusal() {
   std::int64_t lookup_step = 0;
   std::int64_t update_step = 0;
   std::int64_t stages = 0;
-  for (Rank& rank : ranks_) {
+  std::array<std::int64_t, comm::kChannels> starts{};
+  for (const int local : local_) {
+    Rank& rank = ranks_[local];
     rank.calls = 0;
-    alike = alike && rank.machine == ranks_.front().machine;
+    alike = alike && rank.machine == ranks_[local_.front()].machine;
+    for (std::size_t channel = 0; channel < starts.size(); ++channel) {
+      starts[channel] = std::max(starts[channel], rank.starts[channel]);
+    }
     lookup_step = std::max(lookup_step, rank.machine.lookup().armed);
     update_step = std::max(update_step, rank.machine.update().armed);
     stages = std::max(stages, rank.machine.stages());
   }
+  for (const int local : local_) ranks_[local].starts = starts;
   if (!alike) {
     for (auto& batch : batches_) batch->holders = 0;
-    for (Rank& rank : ranks_) {
+    for (const int local : local_) {
+      Rank& rank = ranks_[local];
       rank.machine.reset(lookup_step, update_step, stages);
       rank.lookup_open = false;
       rank.update_open = false;
@@ -100,15 +113,22 @@ void Pipeline::require_working() const {
 }
 
 void Pipeline::fail_and_throw(Failure failure) {
-  if (!failure_) failure_ = std::move(failure);
-  fail_waiting();
+  adopt(std::move(failure));
   throw Error(*failure_);
 }
 
 void Pipeline::fail(Failure failure) {
   Lock lock(mutex_);
-  if (!failure_) failure_ = std::move(failure);
+  adopt(std::move(failure));
+}
+
+void Pipeline::adopt(Failure failure) {
+  const bool first = !failure_;
+  if (first) failure_ = std::move(failure);
   fail_waiting();
+  if (peers_ == nullptr || !first) return;
+  // A context that is closed here may go on elsewhere.
+  peers_->give_up(failure_->kind == FailureKind::kUnknownContext ? "" : failure_->message);
 }
 
 std::optional<Failure> Pipeline::failure() const {
@@ -135,6 +155,10 @@ void Pipeline::fail_waiting() {
 }
 
 void Pipeline::check_timeout(Clock::time_point now) {
+  if (const auto told = peers_ != nullptr ? peers_->told() : std::nullopt) {
+    fail({FailureKind::kPeer, *told});
+    return;
+  }
   Failure failure{FailureKind::kTimeout, ""};
   {
     Lock lock(mutex_);
@@ -143,16 +167,16 @@ void Pipeline::check_timeout(Clock::time_point now) {
       return round.step != 0 && round.waited_for && !round.running && !round.complete &&
              std::chrono::duration<double>(now - round.first_wait).count() > spec_.timeout_seconds;
     };
-    const auto describe_missing = [&](comm::Channel channel, std::int64_t step, const char* call) {
-      const std::vector<int> missing = communicator_->missing(channel, step);
+    const auto describe_missing = [&](comm::Channel channel, const Progress& round, const char* call) {
+      const std::vector<int> missing = arrivals_.missing(channel, number_of(round));
       if (missing.empty() || !failure.message.empty()) return;  // the last one has just come
-      failure.message = check_.timed_out(call, step, missing);
+      failure.message = check_.timed_out(call, round.step, missing);
     };
     for (const LookupRound& round : lookups_) {
-      if (late(round)) describe_missing(comm::Channel::kLookup, round.step, "lookup_start");
+      if (late(round)) describe_missing(comm::Channel::kLookup, round, "lookup_start");
     }
     for (const UpdateRound& round : updates_) {
-      if (late(round)) describe_missing(comm::Channel::kUpdate, round.step, "update start");
+      if (late(round)) describe_missing(comm::Channel::kUpdate, round, "update start");
     }
   }
   if (!failure.message.empty()) fail(std::move(failure));

@@ -19,13 +19,19 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
     require_working();
     Rank& me = ranks_[rank];
     ++stats_.lookup_begin_calls;
-    if (refuses(me, me.machine.check_lookup_start(), "lookup_start")) return pin_of(me.machine.lookup().armed);
+    const std::int64_t start = ++me.starts[static_cast<std::size_t>(comm::Channel::kLookup)];
+    if (refuses(me, me.machine.check_lookup_start(), "lookup_start")) {
+      const float pin = pin_of(me.machine.lookup().armed);
+      lock.unlock();
+      if (peers_ != nullptr) arrive(comm::Channel::kLookup, start, rank);
+      return pin;
+    }
     me.lookup_open = true;
     step = me.machine.lookup_start();
     record("lookup_begin", rank, step);
     LookupRound& round = lookup_round(step);
     if (round.step != step) {
-      static_cast<Progress&>(round) = Progress{.step = step, .begin_call = me.calls};
+      static_cast<Progress&>(round) = Progress{.step = step, .start = start, .begin_call = me.calls};
       round.batch = take_batch();
       batches_[round.batch]->rows = rows;
       round.rows = rows;
@@ -34,6 +40,7 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
     } else if (auto failure = check_.rows_of_peers(rank, step, rows, round.rows)) {
       fail_and_throw(std::move(*failure));
     }
+    round.ranks[rank].begun = true;
     if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
     hold(round.batch);                                  // by this rank, until another lookup is consumed
     destination = batches_[round.batch]->ids.as<std::int32_t>() + first_position;
@@ -44,7 +51,10 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
   stats_.bad_ids += cleaned.bad;
   stats_.padding_ids += cleaned.padding;
   if (cleaned.bad > 0 && spec_.id_policy == core::IdPolicy::kError) {
-    note_bad_id(step, first_position + cleaned.first_bad_position, cleaned.first_bad_id, rows);
+    note({.step = step,
+          .position = first_position + cleaned.first_bad_position,
+          .id = cleaned.first_bad_id,
+          .rows = rows});
   }
   return pin_of(step);
 }
@@ -71,11 +81,11 @@ void Pipeline::lookup_offer(int rank, const DLTensor& table) {
 }
 
 void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completion) {
-  std::int64_t step = 0;
+  std::int64_t number = 0;
   {
     Lock lock(mutex_);
     Rank& me = ranks_[rank];
-    step = me.machine.lookup().armed;
+    const std::int64_t step = me.machine.lookup().armed;
     LookupRound& round = lookup_round(step);
     if (failure_ && me.lookup_open && round.running && round.ranks[rank].lent) {
       // The done has lent the table to work that still runs: it comes back, with the failure, when that has ended.
@@ -107,28 +117,37 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
       if (mine.ready) finish_lookup(rank, round);
       return;
     }
-    mine.lent = true;
+    mine.lent = mine.arrived = true;
+    number = number_of(round);
   }
-  arrive(comm::Channel::kLookup, step, rank);
+  arrive(comm::Channel::kLookup, number, rank);
 }
 
 void Pipeline::run_lookup(std::int64_t step) {
-  const int parts = work_.parts_for(work_.lookup_bytes(), executor_.limit());
   {
     Lock lock(mutex_);
     LookupRound& round = lookup_round(step);
     if (failure_ || round.is_void || round.step != step) return;  // whoever waited was answered
-    round.running = true;
-    round.ranks_left = spec_.group_size;
-    for (int rank = 0; rank < spec_.group_size; ++rank) {
+    begin_running(round);
+  }
+  gather(step);
+}
+
+void Pipeline::gather(std::int64_t step) {
+  const int parts = work_.parts_for(work_.lookup_bytes(), executor_.limit());
+  {
+    Lock lock(mutex_);
+    LookupRound& round = lookup_round(step);
+    round.ranks_left = static_cast<int>(local_.size());
+    for (const int rank : local_) {
       round.ranks[rank].parts_left = parts;
       round.tables[rank] = round.ranks[rank].table;
     }
-    running_ += spec_.group_size * parts;
+    running_ += static_cast<int>(local_.size()) * parts - 1;
     ++stats_.lookups;
-    stats_.bytes_moved += work_.lookup_bytes() * (spec_.group_size - 1);
+    stats_.bytes_moved += moved_bytes();
   }
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  for (const int rank : local_) {
     for (int part = 0; part < parts; ++part) {
       executor_.submit(
           [self = shared_from_this(), step, rank, part, parts] { self->gather_part(step, rank, part, parts); });
@@ -148,7 +167,10 @@ void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
     }
     batch = batches_[round.batch].get();
   }
-  guarded("lookup", [&] { work_.gather(*batch, round.tables, rank, part, parts, mine.destination); });
+  guarded("lookup", [&] {
+    work_.gather(*batch, round.tables, rank, part, parts, mine.destination);
+    if (peers_ != nullptr) peers_->unpack_rows(rank, part, parts, mine.destination);
+  });
 
   Lock lock(mutex_);
   --running_;
@@ -159,7 +181,7 @@ void Pipeline::gather_part(std::int64_t step, int rank, int part, int parts) {
     if (--round.ranks_left == 0) {
       round.complete = true;
       round.running = false;
-      for (int peer = 0; peer < spec_.group_size; ++peer) {
+      for (const int peer : local_) {
         later(round.ranks[peer].lease);
         if (round.ranks[peer].done) finish_lookup(peer, round);
       }
@@ -238,9 +260,10 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
       mine.done_called = Clock::now();
       round.note_wait();
       if (mine.lent || mine.table == nullptr) return;
-      mine.lent = mine.done_lends = true;
+      mine.lent = mine.done_lends = mine.arrived = true;
+      const std::int64_t number = number_of(round);
       lock.unlock();
-      arrive(comm::Channel::kLookup, step, rank);
+      arrive(comm::Channel::kLookup, number, rank);
       return;
     }
     if (mine.destination != mine.out) {

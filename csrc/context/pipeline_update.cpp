@@ -27,6 +27,7 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
     record("stage_update", rank, me.machine.lookup().consumed);
     rows = lookup_round(me.machine.lookup().consumed).rows;
     me.staged_pending = pending;
+    me.staged_own_ids = segment_ids != nullptr;
     if (segment_ids == nullptr) {
       me.staged_batch = me.consumed_batch;
     } else {
@@ -40,15 +41,17 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
     }
     hold(me.staged_batch);
   }
-  const std::int64_t bytes = work_.lookup_bytes();
-  std::memcpy(work_.arena().grads.as<char>() + spec_.token_blocks[rank] * bytes, data_of(grads), bytes);
+  work_.stage(rank, data_of(grads));
+  if (peers_ != nullptr) peers_->stage(rank, data_of(grads));
   if (own_ids != nullptr) {
     const core::IdReport cleaned = ids_of_segments(*segment_ids, *unique_tokens, spec_, rows, own_ids);
     Lock lock(mutex_);
     stats_.bad_ids += cleaned.bad;
     if (cleaned.bad > 0 && spec_.id_policy == core::IdPolicy::kError) {
-      note_bad_id(ranks_[rank].machine.lookup().consumed, first_position + cleaned.first_bad_position,
-                  cleaned.first_bad_id, rows);
+      note({.step = ranks_[rank].machine.lookup().consumed,
+            .position = first_position + cleaned.first_bad_position,
+            .id = cleaned.first_bad_id,
+            .rows = rows});
     }
   }
   return pin_of(stage);
@@ -59,21 +62,30 @@ float Pipeline::update_begin(int rank, const UpdateRule& rule) {
   require_working();
   ++stats_.update_begin_calls;
   Rank& me = ranks_[rank];
-  if (refuses(me, me.machine.check_update_start(), "update start")) return pin_of(me.machine.update().armed);
+  const std::int64_t start = ++me.starts[static_cast<std::size_t>(comm::Channel::kUpdate)];
+  if (refuses(me, me.machine.check_update_start(), "update start")) {
+    const float pin = pin_of(me.machine.update().armed);
+    lock.unlock();
+    if (peers_ != nullptr) arrive(comm::Channel::kUpdate, start, rank);
+    return pin;
+  }
   me.update_open = true;
   const bool staged = me.machine.update_start();
   const std::int64_t step = me.machine.update().armed;
   record("update_begin", rank, step);
   UpdateRound& round = update_round(step);
   if (round.step != step) {
-    static_cast<Progress&>(round) = Progress{.step = step, .begin_call = me.calls};
+    static_cast<Progress&>(round) = Progress{.step = step, .start = start, .begin_call = me.calls};
     round.batch = staged ? me.staged_batch : -1;
+    round.own_ids = staged && me.staged_own_ids;
+    round.applies_nothing = !staged;
     round.pending = true;
     round.rule = rule;
     round.norm = 0;
     round.applied = false;
     for (auto& peer : round.ranks) peer = {};
   }
+  round.ranks[rank].begun = true;
   round.pending = round.pending && me.staged_pending;
   if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
   return pin_of(step);
@@ -104,11 +116,11 @@ void Pipeline::update_offer(int rank, const DLTensor& table, const DLTensor& row
 
 void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row_state, const DLTensor* last_step,
                             Completion completion) {
-  std::int64_t step = 0;
+  std::int64_t number = 0;
   {
     Lock lock(mutex_);
     Rank& me = ranks_[rank];
-    step = me.machine.update().armed;
+    const std::int64_t step = me.machine.update().armed;
     UpdateRound& round = update_round(step);
     if (failure_ && me.update_open && round.running && round.ranks[rank].lent && !round.ranks[rank].ready) {
       me.update_open = false;
@@ -139,25 +151,34 @@ void Pipeline::update_lease(int rank, const DLTensor& table, const DLTensor& row
     mine.lease = std::move(completion);
     round.note_wait();
     if (std::exchange(mine.lent, true)) return;  // by the done, which completes no earlier than the lease
+    mine.arrived = true;
+    number = number_of(round);
   }
-  arrive(comm::Channel::kUpdate, step, rank);
+  arrive(comm::Channel::kUpdate, number, rank);
 }
 
 void Pipeline::run_update(std::int64_t step) {
-  bool nothing_staged = false;
   {
     Lock lock(mutex_);
     UpdateRound& round = update_round(step);
     if (failure_ || round.is_void || round.step != step) return;
-    round.running = true;
-    round.ranks_left = spec_.group_size;
-    ++running_;  // one chain of jobs; its last one takes this back
-    nothing_staged = round.batch < 0;
+    begin_running(round);  // one chain of jobs; its last one ends it
   }
-  executor_.submit([self = shared_from_this(), step, nothing_staged] {
+  work_on_update(step);
+}
+
+void Pipeline::work_on_update(std::int64_t step) {
+  bool applies_nothing = false;
+  {
+    Lock lock(mutex_);
+    UpdateRound& round = update_round(step);
+    round.ranks_left = static_cast<int>(local_.size());
+    applies_nothing = round.applies_nothing;
+  }
+  executor_.submit([self = shared_from_this(), step, applies_nothing] {
     self->guarded("update", [&] {
-      if (nothing_staged) {
-        for (int rank = 0; rank < self->spec_.group_size; ++rank) self->finish_update(step, rank);
+      if (applies_nothing) {
+        for (const int rank : self->local_) self->finish_update(step, rank);
       } else {
         self->index_then_sum(step);
       }
@@ -175,19 +196,23 @@ void Pipeline::index_then_sum(std::int64_t step) {
   const std::int64_t limit = std::min(spec_.num_unique, spec_.tokens());
   if (batch->unique_count > limit) {
     Lock lock(mutex_);
-    if (!id_problem_) {
-      id_problem_ = IdProblem{
-          .step = step, .rows = update_round(step).rows, .too_many_unique = true, .unique = batch->unique_count};
-    }
+    note({.step = step, .rows = update_round(step).rows, .too_many_unique = true, .unique = batch->unique_count});
     batch->unique_count = limit;  // as with dropped ids: the largest ones train nothing this time
     batch->indexed = false;       // counted again, and reported again, where the batch is staged once more
   }
   std::int64_t bytes = 0;
-  for (int rank = 0; rank < spec_.group_size; ++rank) bytes = std::max(bytes, work_.sum_bytes(rank));
+  for (const int rank : local_) bytes = std::max(bytes, work_.sum_bytes(rank));
   const int parts = work_.parts_for(bytes, executor_.limit());
   parallel(
-      spec_.group_size * parts, [this, batch, parts](int job) { work_.sum(*batch, job / parts, job % parts, parts); },
-      [this, step] { decide(step); });
+      static_cast<int>(local_.size()) * parts,
+      [this, batch, parts](int job) { work_.sum(*batch, local_[job / parts], job % parts, parts); },
+      [this, step] {
+        if (peers_ == nullptr) {
+          decide(step);
+        } else {
+          peers_->post([self = shared_from_this(), step] { self->share_sums(step); });
+        }
+      });
 }
 
 void Pipeline::decide(std::int64_t step) {
@@ -203,7 +228,7 @@ void Pipeline::decide(std::int64_t step) {
     UpdateRound& round = update_round(step);
     stats_.trained_tokens += batch->offsets.as<std::int32_t>()[batch->unique_count];
     stats_.unique_tokens += batch->unique_count;
-    stats_.bytes_moved += work_.lookup_bytes() * (spec_.group_size - 1);
+    stats_.bytes_moved += moved_bytes();
     round.norm = norm;
     // The last point at which a failure still leaves every byte as it was.
     applies = std::isfinite(norm) && round.pending && !failure_;
@@ -213,13 +238,13 @@ void Pipeline::decide(std::int64_t step) {
   if (applies) {
     apply(step);
   } else {
-    for (int rank = 0; rank < spec_.group_size; ++rank) finish_update(step, rank);
+    for (const int rank : local_) finish_update(step, rank);
   }
 }
 
 void Pipeline::apply(std::int64_t step) {
   std::int64_t bytes = 0;
-  for (int rank = 0; rank < spec_.group_size; ++rank) bytes = std::max(bytes, work_.sum_bytes(rank));
+  for (const int rank : local_) bytes = std::max(bytes, work_.sum_bytes(rank));
   const int parts = work_.parts_for(bytes, executor_.limit());
   UpdateRound& round = update_round(step);  // stays this step's while its work runs
   const BatchIds* batch = nullptr;
@@ -229,9 +254,9 @@ void Pipeline::apply(std::int64_t step) {
     for (auto& rank : round.ranks) rank.parts_left = parts;
   }
   parallel(
-      spec_.group_size * parts,
+      static_cast<int>(local_.size()) * parts,
       [this, step, batch, parts, &round](int job) {
-        const int rank = job / parts;
+        const int rank = local_[job / parts];
         const std::int64_t saturated =
             work_.apply(*batch, round.rule, round.norm, round.ranks[rank], rank, job % parts, parts);
         bool last = false;
@@ -248,7 +273,7 @@ void Pipeline::apply(std::int64_t step) {
 void Pipeline::write_results(const UpdateRound& round, const UpdateRound::Rank& rank) const {
   *rank.results.norm = round.norm;
   *rank.results.valid = round.applied ? 1 : 0;
-  *rank.results.pending = round.batch >= 0 ? 1 : 0;
+  *rank.results.pending = round.applies_nothing ? 0 : 1;
 }
 
 void Pipeline::finish_update(std::int64_t step, int rank) {
@@ -266,10 +291,7 @@ void Pipeline::finish_update(std::int64_t step, int rank) {
   }
   if (--round.ranks_left == 0) {
     round.complete = true;
-    round.running = false;
-    --running_;
-    if (failure_) fail_waiting();
-    if (running_ == 0) settled_.notify_all();
+    stop_running(round);
   }
 }
 
@@ -304,9 +326,10 @@ float Pipeline::update_done(int rank, UpdateResults results, Completion completi
       mine.done_called = Clock::now();
       round.note_wait();
       if (mine.lent || mine.table == nullptr) return pin_of(step);
-      mine.lent = true;
+      mine.lent = mine.arrived = true;
+      const std::int64_t number = number_of(round);
       lock.unlock();
-      arrive(comm::Channel::kUpdate, step, rank);
+      arrive(comm::Channel::kUpdate, number, rank);
       return pin_of(step);
     }
     write_results(round, mine);

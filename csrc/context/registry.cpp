@@ -6,7 +6,6 @@
 #include <shared_mutex>
 #include <unordered_map>
 
-#include "comm/in_process.h"
 #include "context/runs.h"
 #include "context/watchdog.h"
 
@@ -63,31 +62,52 @@ void set_gpu_source(GpuSource source) {
   registry().gpus = std::move(source);
 }
 
-Context::Context(const ContextSpec& spec, Executor& executor) {
+std::shared_ptr<GroupPipeline> Context::make_group(const ContextSpec& spec, Executor& executor, std::size_t first,
+                                                   const Transports& transports) const {
   const std::size_t size = static_cast<std::size_t>(spec.group_size);
+  std::vector<std::int64_t> devices(spec.devices.begin() + first, spec.devices.begin() + first + size);
+  ProcessMap map = map_processes(spec, first);
+  if (map.self < 0) return nullptr;
+  if (spec.gpus.empty()) {
+    const std::size_t group = first / size;
+    std::shared_ptr<comm::Transport> transport = group < transports.size() ? transports[group] : nullptr;
+    if (map.size() > 1 && !transport) {
+      throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec.name + "' spans " +
+                                                     std::to_string(map.size()) +
+                                                     " processes, but no transport leads to the others");
+    }
+    return std::make_shared<Pipeline>(spec, std::move(devices), executor, std::move(map), std::move(transport));
+  }
   GpuSource source;
   {
     std::shared_lock lock(registry().mutex);
     source = registry().gpus;
   }
-  if (!spec.gpus.empty() && !source) {
+  if (!source) {
     throw Error(FailureKind::kInvalidArgument,
                 "async_emb context '" + spec.name + "' is on GPUs, but the native module was built without CUDA");
   }
-  for (std::size_t first = 0; first < spec.devices.size(); first += size) {
-    std::vector<std::int64_t> devices(spec.devices.begin() + first, spec.devices.begin() + first + size);
-    if (spec.gpus.empty()) {
-      groups_.push_back(std::make_shared<Pipeline>(spec, std::move(devices),
-                                                   std::make_unique<comm::InProcess>(spec.group_size), executor));
-      continue;
-    }
-    std::vector<cuda::Device*> gpus;
-    for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&source(spec.gpus[i]));
-    groups_.push_back(std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus)));
+  if (map.size() > 1) {
+    throw Error(FailureKind::kInvalidArgument,
+                "async_emb context '" + spec.name + "' spans several processes with GPUs, which is not supported yet");
+  }
+  std::vector<cuda::Device*> gpus;
+  for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&source(spec.gpus[i]));
+  return std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus));
+}
+
+Context::Context(const ContextSpec& spec, Executor& executor, const Transports& transports) {
+  for (std::size_t first = 0; first < spec.devices.size(); first += static_cast<std::size_t>(spec.group_size)) {
+    all_.push_back(make_group(spec, executor, first, transports));
+    if (all_.back()) groups_.push_back(all_.back());
+  }
+  if (groups_.empty()) {
+    throw Error(FailureKind::kInvalidArgument,
+                "async_emb context '" + spec.name + "' has no device in process " + std::to_string(spec.process));
   }
 }
 
-void open_context(const ContextSpec& spec) {
+void open_context(const ContextSpec& spec, const Transports& transports) {
   Registry& all = registry();
   std::lock_guard opening(all.opening);
   {
@@ -108,9 +128,10 @@ void open_context(const ContextSpec& spec) {
                                                    std::to_string(spec.group_size));
   }
   Entry entry;
-  entry.context = std::make_shared<Context>(spec, Executor::shared());
+  entry.context = std::make_shared<Context>(spec, Executor::shared(), transports);
   for (std::size_t i = 0; i < spec.devices.size(); ++i) {
-    const std::shared_ptr<GroupPipeline>& group = entry.context->groups()[i / spec.group_size];
+    if (!spec.processes.empty() && spec.processes[i] != spec.process) continue;
+    const std::shared_ptr<GroupPipeline>& group = entry.context->group_of(i);
     entry.members[spec.gpus.empty() ? spec.devices[i] : spec.gpus[i]] = {
         std::dynamic_pointer_cast<Pipeline>(group), std::dynamic_pointer_cast<DevicePipeline>(group),
         static_cast<int>(i % spec.group_size)};

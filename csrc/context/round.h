@@ -21,6 +21,7 @@ inline std::int64_t nanoseconds_since(Clock::time_point start) {
 
 struct Progress {
   std::int64_t step = 0;        // 0: this slot holds no round
+  std::int64_t start = 0;       // which start of the channel opened it, refused ones counted
   std::int64_t begin_call = 0;  // the ordered call of each rank that opened it
   bool running = false;         // the work has begun: buffers are in use
   bool complete = false;        // the work is over
@@ -37,6 +38,8 @@ struct Progress {
 
 struct LookupRound : Progress {
   struct Rank {
+    bool begun = false;
+    bool arrived = false;         // the rendezvous has heard of it
     const void* table = nullptr;  // offered by the start
     bool lent = false;            // the work may use it: the lease holds it, or the done does
     bool done_lends = false;      // the done came before the lease, and holds the table until the work is over
@@ -85,6 +88,8 @@ struct UpdateResults {
 
 struct UpdateRound : Progress {
   struct Rank {
+    bool begun = false;
+    bool arrived = false;   // the rendezvous has heard of it
     bool lent = false;      // the work may use the buffers: the lease holds them, or the done does
     void* table = nullptr;  // offered by the start, with what follows
     float* row_state = nullptr;
@@ -96,8 +101,10 @@ struct UpdateRound : Progress {
     int parts_left = 0;
     bool ready = false;
   };
-  int batch = -1;       // -1: nothing was staged
-  bool pending = true;  // what stage_update was told, on every rank
+  int batch = -1;                // -1: nothing was staged
+  bool own_ids = false;          // stage_update was given segment_ids
+  bool applies_nothing = false;  // nothing was staged, here or in another process
+  bool pending = true;           // what stage_update was told, on every rank
   std::int64_t rows = 0;
   UpdateRule rule;
   std::vector<Rank> ranks;

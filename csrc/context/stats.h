@@ -25,6 +25,7 @@ struct Stats {
   std::int64_t bad_ids = 0;
   std::int64_t padding_ids = 0;
   std::int64_t bytes_moved = 0;      // rows and gradient rows that crossed from one rank to another
+  std::int64_t bytes_sent = 0;       // to other processes, all told
   std::int64_t saturated = 0;        // fp16 stores that hit the largest finite value
   std::int64_t exposed_wait_ns = 0;  // a done was called and its result was not there yet; summed over local ranks
 };

@@ -44,9 +44,9 @@ std::int64_t unique_ids_scratch(std::int64_t count);
 // squares of each whole dyadic subtree of columns that this shard covers.
 struct SegmentSum {
   core::DType grad_dtype = core::DType::kFloat32;
-  const void* grads = nullptr;       // row p starts at element p * grad_row_stride
+  const void* grads = nullptr;       // this shard's columns of row p start at element p * grad_row_stride
   std::int64_t grad_row_stride = 0;  // elements
-  std::int64_t column_begin = 0;     // first logical column of this shard within a gradient row
+  std::int64_t column_begin = 0;     // first logical column of this shard in the whole row: its place in the tree
   std::int64_t width = 0;            // logical columns of this shard (0 is legal)
   const std::int32_t* offsets = nullptr;
   const std::int32_t* positions = nullptr;

@@ -107,7 +107,7 @@ ASYNC_EMB_INLINE std::int64_t grads_ahead(std::int64_t row_bytes) {
 template <class Grad>
 ASYNC_EMB_BODY void sum_segments(const SegmentSum& args) {
   const OneLane lanes;
-  const Grad* const grads = static_cast<const Grad*>(args.grads) + args.column_begin;
+  const Grad* const grads = static_cast<const Grad*>(args.grads);
   const std::int64_t row_bytes = args.width * static_cast<std::int64_t>(sizeof(Grad));
   std::int8_t levels[core::kMaxSubtrees];
   const int subtrees = core::subtree_levels(args.column_begin, args.column_begin + args.width, levels);

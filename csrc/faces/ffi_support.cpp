@@ -57,6 +57,8 @@ ffi::Error error_of(const context::Failure& failure) {
       return ffi::Error(ffi::ErrorCode::kAborted, failure.message);
     case context::FailureKind::kTimeout:
       return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure.message);
+    case context::FailureKind::kPeer:
+      return ffi::Error(ffi::ErrorCode::kUnavailable, failure.message);
     case context::FailureKind::kInternal:
       break;
   }

@@ -225,9 +225,9 @@ inline Outcome run_kernels(const Kernels& kernels, const Problem& p, int ranks =
   for (int rank = 0; rank < ranks; ++rank) {
     SegmentSum args;
     args.grad_dtype = p.dtype;
-    args.grads = p.grads.data();
     args.grad_row_stride = p.width;
     args.column_begin = p.width == 0 ? 0 : layout.column_begin(rank);
+    args.grads = p.grads.data() + args.column_begin * core::size_of(p.dtype);
     args.width = p.width == 0 ? 0 : layout.width(rank);
     args.offsets = offsets.data();
     args.positions = positions.data();

@@ -280,9 +280,9 @@ inline void expect_same_sums(const Result& got, const Problem& p, const Layout& 
     std::vector<float> sums(static_cast<std::size_t>(distinct * columns.width(rank)));
     cpu::SegmentSum job;
     job.grad_dtype = p.dtype;
-    job.grads = p.grads.data();
     job.grad_row_stride = p.width;
     job.column_begin = columns.column_begin(rank);
+    job.grads = p.grads.data() + job.column_begin * core::size_of(p.dtype);
     job.width = columns.width(rank);
     job.offsets = offsets.data();
     job.positions = positions.data();

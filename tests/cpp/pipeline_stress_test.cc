@@ -58,8 +58,7 @@ TEST(PipelineStress, FreesNoBufferUnderWorkThatIsAbortedAtAnyTime) {
   ContextSpec spec = small_spec(2, 512, 32);
   spec.id_policy = core::IdPolicy::kDrop;
   for (int repetition = 0; repetition < 60; ++repetition) {
-    const auto pipeline =
-        std::make_shared<Pipeline>(spec, spec.devices, std::make_unique<comm::InProcess>(2), executor);
+    const auto pipeline = std::make_shared<Pipeline>(spec, spec.devices, executor, map_processes(spec));
     const auto pause = std::chrono::microseconds(random() % 3000);
     std::thread killer([&] {
       std::this_thread::sleep_for(pause);

@@ -14,10 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "comm/in_process.h"
 #include "context/executor.h"
 #include "context/pipeline.h"
+#include "context/process_map.h"
 #include "lent_buffers.h"
+#include "thread_network.h"
 
 namespace async_emb::context {
 
@@ -302,18 +303,29 @@ inline ContextSpec small_spec(int group_size, std::int64_t tokens_per_rank = 4, 
   return spec;
 }
 
-// One pipeline with the shards of all its ranks.
+// The pipelines of a group, one for each of its processes (spec.processes; all in this one where it is empty), with the
+// shards of all ranks.
 struct Group {
-  std::shared_ptr<Pipeline> pipeline;
+  std::shared_ptr<comm::ThreadNetwork> network;
+  std::vector<std::shared_ptr<Pipeline>> pipelines;
+  std::shared_ptr<Pipeline> pipeline;  // the first one
   std::vector<std::unique_ptr<Shard>> shards;
   std::vector<RankCalls> ranks;
+  ProcessMap map;
 
-  Group(const ContextSpec& spec, std::int64_t rows, Executor& executor, unsigned seed = 0)
-      : pipeline(std::make_shared<Pipeline>(spec, spec.devices, std::make_unique<comm::InProcess>(spec.group_size),
-                                            executor)) {
+  Group(const ContextSpec& spec, std::int64_t rows, Executor& executor, unsigned seed = 0) : map(map_processes(spec)) {
+    network = std::make_shared<comm::ThreadNetwork>(map.size());
+    for (int process = 0; process < map.size(); ++process) {
+      ContextSpec own = spec;
+      own.process = map.names[static_cast<std::size_t>(process)];
+      pipelines.push_back(std::make_shared<Pipeline>(own, spec.devices, executor, map_processes(own),
+                                                     map.size() > 1 ? network->transport(process) : nullptr));
+    }
+    pipeline = pipelines.front();
     for (int rank = 0; rank < spec.group_size; ++rank) {
       shards.push_back(std::make_unique<Shard>(spec, rows));
-      ranks.emplace_back(*pipeline, rank, *shards.back(), rows, seed);
+      Pipeline& own = *pipelines[static_cast<std::size_t>(map.process_of(rank))];
+      ranks.emplace_back(own, rank, *shards.back(), rows, seed);
     }
   }
 };

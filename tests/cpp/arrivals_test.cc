@@ -1,32 +1,41 @@
 // The rendezvous of the ranks of one process.
-#include "comm/communicator.h"
+#include "comm/arrivals.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
-#include "comm/in_process.h"
-
 namespace async_emb::comm {
 namespace {
 
-TEST(InProcess, RefusesAnEmptyGroup) { EXPECT_THROW(InProcess(0), std::invalid_argument); }
-
-TEST(InProcess, KnowsAllRanksAndSharesTheirMemory) {
-  const InProcess group(3);
-  EXPECT_EQ(group.size(), 3);
-  EXPECT_EQ(group.local_ranks(), (std::vector<int>{0, 1, 2}));
-  for (const int rank : group.local_ranks()) EXPECT_TRUE(group.shares_memory(rank));
+std::vector<int> first_ranks(int count) {
+  std::vector<int> ranks(static_cast<std::size_t>(count));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
-TEST(InProcess, GoesOnWithTheLastArrivalWhateverTheOrder) {
+TEST(Arrivals, RefusesAnEmptyGroup) { EXPECT_THROW(Arrivals({}), std::invalid_argument); }
+
+TEST(Arrivals, AwaitsTheRanksOfThisProcessAlone) {
+  Arrivals group({1, 4});
+  bool went_on = false;
+  group.arrive(Channel::kLookup, 1, 4, [&] { went_on = true; });
+  EXPECT_EQ(group.missing(Channel::kLookup, 1), std::vector<int>{1});
+  EXPECT_FALSE(went_on);
+  group.arrive(Channel::kLookup, 1, 1, [&] { went_on = true; });
+  EXPECT_TRUE(went_on);
+  EXPECT_THROW(group.arrive(Channel::kLookup, 1, 2, [] {}), std::out_of_range);
+}
+
+TEST(Arrivals, GoesOnWithTheLastArrivalWhateverTheOrder) {
   std::vector<int> order{0, 1, 2, 3};
   do {
-    InProcess group(4);
+    Arrivals group(first_ranks(4));
     int went_on = -1;
     for (const int rank : order) {
       EXPECT_EQ(went_on, -1);
@@ -36,8 +45,8 @@ TEST(InProcess, GoesOnWithTheLastArrivalWhateverTheOrder) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST(InProcess, NamesWhoIsMissing) {
-  InProcess group(4);
+TEST(Arrivals, NamesWhoIsMissing) {
+  Arrivals group(first_ranks(4));
   const auto nothing = [] {};
   group.arrive(Channel::kLookup, 7, 2, nothing);
   group.arrive(Channel::kLookup, 7, 0, nothing);
@@ -49,8 +58,8 @@ TEST(InProcess, NamesWhoIsMissing) {
   EXPECT_TRUE(group.missing(Channel::kLookup, 7).empty());
 }
 
-TEST(InProcess, KeepsChannelsApart) {
-  InProcess group(2);
+TEST(Arrivals, KeepsChannelsApart) {
+  Arrivals group(first_ranks(2));
   int lookups = 0, updates = 0;
   group.arrive(Channel::kLookup, 1, 0, [&] { ++lookups; });
   group.arrive(Channel::kUpdate, 1, 1, [&] { ++updates; });
@@ -61,8 +70,8 @@ TEST(InProcess, KeepsChannelsApart) {
   EXPECT_EQ(lookups, 1);
 }
 
-TEST(InProcess, GoesOnAfterAStepThatWasGivenUp) {
-  InProcess group(2);
+TEST(Arrivals, GoesOnAfterAStepThatWasGivenUp) {
+  Arrivals group(first_ranks(2));
   int completed = 0;
   group.arrive(Channel::kLookup, 5, 0, [&] { completed = 5; });  // rank 1 never comes: its call was refused
   group.arrive(Channel::kLookup, 6, 1, [&] { completed = 6; });
@@ -71,8 +80,8 @@ TEST(InProcess, GoesOnAfterAStepThatWasGivenUp) {
   EXPECT_EQ(completed, 6);
 }
 
-TEST(InProcess, RefusesASecondArrivalAndChangesNothing) {
-  InProcess group(2);
+TEST(Arrivals, RefusesASecondArrivalAndChangesNothing) {
+  Arrivals group(first_ranks(2));
   int completed = 0;
   group.arrive(Channel::kLookup, 2, 0, [&] { ++completed; });
   EXPECT_THROW(group.arrive(Channel::kLookup, 2, 0, [&] { ++completed; }), std::logic_error);
@@ -82,8 +91,8 @@ TEST(InProcess, RefusesASecondArrivalAndChangesNothing) {
   EXPECT_EQ(completed, 1);
 }
 
-TEST(InProcess, LetsAContinuationArriveAgain) {
-  InProcess group(1);
+TEST(Arrivals, LetsAContinuationArriveAgain) {
+  Arrivals group(first_ranks(1));
   int completed = 0;
   group.arrive(Channel::kLookup, 1, 0, [&] {
     ++completed;
@@ -93,10 +102,10 @@ TEST(InProcess, LetsAContinuationArriveAgain) {
   EXPECT_EQ(completed, 2);
 }
 
-TEST(InProcess, RunsEachContinuationOnceWithRanksOnThreads) {
+TEST(Arrivals, RunsEachContinuationOnceWithRanksOnThreads) {
   constexpr int kRanks = 4;
   constexpr int kSteps = 300;
-  InProcess group(kRanks);
+  Arrivals group(first_ranks(kRanks));
   std::vector<std::atomic<int>> completed(kSteps + 1);
   std::vector<int> written(kRanks);  // unsynchronised: the rendezvous itself must order it
   std::vector<std::thread> ranks;

@@ -1,0 +1,305 @@
+#include "context/peers.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "core/layout.h"
+
+namespace async_emb::context {
+namespace {
+
+constexpr std::int64_t kNoticeBytes = (sizeof(Notice) + 63) / 64 * 64;
+
+char* after_notice(const Buffer& buffer) { return buffer.as<char>() + kNoticeBytes; }
+
+}  // namespace
+
+// What the two threads of this side need. They hold it, so it outlives the Peers.
+struct Peers::State {
+  std::shared_ptr<comm::Transport> transport;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool stops = false;
+  std::optional<std::string> farewell;  // to be announced
+  std::optional<std::string> told;
+
+  void work() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] { return stops || farewell || !tasks.empty(); });
+      if (farewell) {
+        const std::string why = *std::exchange(farewell, std::nullopt);
+        lock.unlock();
+        transport->announce(why);
+      } else if (!tasks.empty()) {
+        std::function<void()> task = std::move(tasks.front());
+        tasks.pop_front();
+        lock.unlock();
+        task();
+        task = nullptr;  // it may hold the last reference to the pipeline
+      } else {
+        return;
+      }
+      lock.lock();
+    }
+  }
+
+  void listen(std::chrono::duration<double> pause) {
+    std::unique_lock lock(mutex);
+    while (!changed.wait_for(lock, pause, [&] { return stops; })) {
+      lock.unlock();
+      std::optional<std::string> heard = transport->announced();
+      lock.lock();
+      if (!heard) continue;
+      told = std::move(heard);
+      changed.notify_all();
+      return;
+    }
+  }
+};
+
+Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessMap map,
+             std::shared_ptr<comm::Transport> transport)
+    : spec_(spec), map_(std::move(map)), state_(std::make_shared<State>()) {
+  const std::int64_t element = core::size_of(spec.dtype);
+  const std::int64_t row_bytes = spec.emb_width * element;
+  const std::int64_t unique = std::min(spec.num_unique, spec.tokens());
+  for (const std::vector<int>& ranks : map_.ranks) {
+    columns_.push_back(PackedColumns::of_ranks(ranks, spec.shard_width() * element, row_bytes));
+    std::vector<PackedColumns::Run> runs;
+    for (const int rank : ranks) runs.push_back({layout.subtree_begin(rank) * 4, layout.subtree_count(rank) * 4});
+    subtrees_.emplace_back(runs, layout.total_subtrees() * 4);
+  }
+  const auto self = static_cast<std::size_t>(map_.self);
+  const std::int64_t own_tokens = static_cast<std::int64_t>(map_.local().size()) * spec.tokens_per_rank;
+  peers_.resize(map_.ranks.size());
+  notices_.resize(map_.ranks.size());
+  sent_.resize(map_.ranks.size());
+  received_.resize(map_.ranks.size());
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (process == self) continue;
+    Peer& peer = peers_[process];
+    peer.tokens = static_cast<std::int64_t>(map_.ranks[process].size()) * spec.tokens_per_rank;
+    peer.ids_out = Buffer(kNoticeBytes + own_tokens * 4);
+    peer.ids_in = Buffer(kNoticeBytes + peer.tokens * 4);
+    peer.rows_out = Buffer(core::checked_product("rows for a peer", {peer.tokens, columns_[self].bytes()}));
+    peer.rows_in = Buffer(core::checked_product("rows from a peer", {own_tokens, columns_[process].bytes()}));
+    if (spec.lookup_only) continue;
+    peer.grads_out = Buffer(kNoticeBytes + own_tokens * columns_[process].bytes());
+    peer.grads_in = Buffer(kNoticeBytes + peer.tokens * columns_[self].bytes());
+    peer.sums_out = Buffer(unique * subtrees_[self].bytes());
+    peer.sums_in = Buffer(unique * subtrees_[process].bytes());
+    // Before anything is staged its place is sent along with a notice that says so.
+    std::memset(peer.grads_out.as<char>(), 0, static_cast<std::size_t>(peer.grads_out.bytes()));
+  }
+
+  state_->transport = std::move(transport);
+  std::thread([state = state_] { state->work(); }).detach();
+  std::thread([state = state_, pause = listening_pause()] { state->listen(pause); }).detach();
+}
+
+std::chrono::duration<double> Peers::listening_pause() const {
+  return std::chrono::duration<double>(std::clamp(spec_.timeout_seconds / 20, 0.01, 1.0));
+}
+
+Peers::~Peers() {
+  state_->transport->end();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stops = true;
+  }
+  state_->changed.notify_all();
+}
+
+void Peers::post(std::function<void()> task) {
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->tasks.push_back(std::move(task));
+  }
+  state_->changed.notify_all();
+}
+
+void Peers::give_up(const std::string& why) noexcept {
+  {
+    std::lock_guard lock(state_->mutex);
+    if (!why.empty()) state_->farewell = why;
+  }
+  state_->transport->end();
+  state_->changed.notify_all();
+}
+
+std::optional<std::string> Peers::told() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->told;
+}
+
+std::optional<std::string> Peers::wait_until_told() const {
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait_for(lock, 2 * listening_pause(), [&] { return state_->told || state_->farewell; });
+  return state_->told;
+}
+
+void Peers::exchange_blocks() {
+  const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(spec_.timeout_seconds, 1e8)));
+  state_->transport->exchange(sent_, received_, timeout);
+  for (std::size_t process = 0; process < sent_.size(); ++process) {
+    if (static_cast<int>(process) != map_.self) bytes_sent_.fetch_add(sent_[process].bytes, std::memory_order_relaxed);
+  }
+}
+
+void Peers::exchange(Buffer Peer::* out, Buffer Peer::* in) {
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    const Buffer& to = peers_[process].*out;
+    const Buffer& from = peers_[process].*in;
+    sent_[process] = {to.as<void>(), to.bytes()};
+    received_[process] = {from.as<void>(), from.bytes()};
+  }
+  exchange_blocks();
+}
+
+const std::vector<Notice>& Peers::read_notices(const Notice& mine, Buffer Peer::* in) {
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (static_cast<int>(process) == map_.self) {
+      notices_[process] = mine;
+    } else {
+      std::memcpy(static_cast<void*>(&notices_[process]), (peers_[process].*in).as<char>(), sizeof(Notice));
+    }
+  }
+  return notices_;
+}
+
+const std::vector<Notice>& Peers::begin_lookup(const Notice& mine, std::int32_t* ids) {
+  const std::size_t block = static_cast<std::size_t>(spec_.tokens_per_rank);
+  for (Peer& peer : peers_) {
+    if (peer.tokens == 0) continue;
+    std::memcpy(peer.ids_out.as<char>(), &mine, sizeof(mine));
+    auto* out = reinterpret_cast<std::int32_t*>(after_notice(peer.ids_out));
+    for (const int rank : map_.local()) {
+      if (ids != nullptr) {
+        std::copy_n(ids + static_cast<std::size_t>(spec_.token_blocks[static_cast<std::size_t>(rank)]) * block, block,
+                    out);
+      } else {
+        std::fill_n(out, block, -1);
+      }
+      out += block;
+    }
+  }
+  exchange(&Peer::ids_out, &Peer::ids_in);
+  if (ids != nullptr) {
+    for (std::size_t process = 0; process < peers_.size(); ++process) {
+      if (peers_[process].tokens == 0) continue;
+      const auto* in = reinterpret_cast<const std::int32_t*>(after_notice(peers_[process].ids_in));
+      for (const int rank : map_.ranks[process]) {
+        std::copy_n(in, block,
+                    ids + static_cast<std::size_t>(spec_.token_blocks[static_cast<std::size_t>(rank)]) * block);
+        in += block;
+      }
+    }
+  }
+  return read_notices(mine, &Peer::ids_in);
+}
+
+void Peers::exchange_rows(const ColumnSharded& work, const BatchIds& batch, std::span<const void* const> tables) {
+  const std::int64_t block = spec_.tokens_per_rank * columns_[static_cast<std::size_t>(map_.self)].bytes();
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens == 0) continue;
+    char* out = peers_[process].rows_out.as<char>();
+    for (const int rank : map_.ranks[process]) {
+      work.gather_for_peer(batch, tables, rank, out);
+      out += block;
+    }
+  }
+  exchange(&Peer::rows_out, &Peer::rows_in);
+}
+
+void Peers::unpack_rows(int rank, int part, int parts, void* destination) const {
+  const auto& local = map_.local();
+  const std::int64_t place = std::find(local.begin(), local.end(), rank) - local.begin();
+  const std::int64_t begin = spec_.tokens_per_rank * part / parts;
+  const std::int64_t end = spec_.tokens_per_rank * (part + 1) / parts;
+  char* out = static_cast<char*>(destination) + begin * spec_.emb_width * core::size_of(spec_.dtype);
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens == 0) continue;
+    const char* in = peers_[process].rows_in.as<char>();
+    columns_[process].unpack(in + (place * spec_.tokens_per_rank + begin) * columns_[process].bytes(), end - begin,
+                             out);
+  }
+}
+
+void Peers::stage(int rank, const void* grads) {
+  const auto& local = map_.local();
+  const std::int64_t place = std::find(local.begin(), local.end(), rank) - local.begin();
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens == 0) continue;
+    char* out = after_notice(peers_[process].grads_out);
+    columns_[process].pack(grads, spec_.tokens_per_rank,
+                           out + place * spec_.tokens_per_rank * columns_[process].bytes());
+  }
+}
+
+void Peers::unstage(int rank, void* grads) const {
+  const auto& local = map_.local();
+  const std::int64_t place = std::find(local.begin(), local.end(), rank) - local.begin();
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens == 0) continue;
+    const char* in = after_notice(peers_[process].grads_out);
+    columns_[process].unpack(in + place * spec_.tokens_per_rank * columns_[process].bytes(), spec_.tokens_per_rank,
+                             grads);
+  }
+}
+
+const std::vector<Notice>& Peers::begin_update(const Notice& mine, void* grads) {
+  for (Peer& peer : peers_) {
+    if (peer.tokens > 0) std::memcpy(peer.grads_out.as<char>(), &mine, sizeof(mine));
+  }
+  exchange(&Peer::grads_out, &Peer::grads_in);
+  const std::int64_t block = spec_.tokens_per_rank * columns_[static_cast<std::size_t>(map_.self)].bytes();
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens == 0) continue;
+    const char* in = after_notice(peers_[process].grads_in);
+    for (const int rank : map_.ranks[process]) {
+      std::memcpy(static_cast<char*>(grads) + spec_.token_blocks[static_cast<std::size_t>(rank)] * block, in,
+                  static_cast<std::size_t>(block));
+      in += block;
+    }
+  }
+  return read_notices(mine, &Peer::grads_in);
+}
+
+void Peers::exchange_ids(std::int32_t* ids) { begin_lookup({}, ids); }
+
+void Peers::exchange_subtree_sums(float* sums, std::int64_t unique) {
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    Peer& peer = peers_[process];
+    if (peer.tokens == 0) continue;
+    const PackedColumns& own = subtrees_[static_cast<std::size_t>(map_.self)];
+    own.pack(sums, unique, peer.sums_out.as<void>());
+    sent_[process] = {peer.sums_out.as<void>(), unique * own.bytes()};
+    received_[process] = {peer.sums_in.as<void>(), unique * subtrees_[process].bytes()};
+  }
+  exchange_blocks();
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    if (peers_[process].tokens > 0) subtrees_[process].unpack(peers_[process].sums_in.as<void>(), unique, sums);
+  }
+}
+
+std::int64_t Peers::bytes() const {
+  std::int64_t total = 0;
+  for (const Peer& peer : peers_) {
+    for (const Buffer* buffer : {&peer.ids_out, &peer.ids_in, &peer.rows_out, &peer.rows_in, &peer.grads_out,
+                                 &peer.grads_in, &peer.sums_out, &peer.sums_in}) {
+      total += buffer->bytes();
+    }
+  }
+  return total;
+}
+
+}  // namespace async_emb::context
