@@ -75,6 +75,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "group_size": handle.group_size,
                 "devices": list(handle.flatten_replicas),
                 "gpus": [gpus[device] for device in handle.flatten_replicas] if gpus else [],
+                "processes": [],
+                "process": 0,
                 "token_blocks": list(handle.token_blocks),
                 "tokens_per_rank": handle.tokens_per_rank,
                 "emb_width": handle.emb_width,
@@ -167,7 +169,8 @@ def stats(handle: AsyncEmbContextHandle) -> dict[str, float]:
 
     Counts: ``lookups``, ``tokens``, ``updates`` (applied), ``skipped_updates``, ``trained_tokens``, ``unique_tokens``,
     ``bad_ids``, ``padding_ids``, ``saturated`` (fp16 stores), ``refused_calls``, and the native calls of each kind
-    (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``arena_bytes``. ``unique_share`` is unique
+    (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``bytes_sent`` to other processes,
+    ``arena_bytes``. ``unique_share`` is unique
     over trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks;
     0 on GPUs, where a stream waits and the host does not see it.
     """

@@ -58,6 +58,8 @@ void open(const py::dict& fields) {
   spec.group_size = fields["group_size"].cast<int>();
   spec.devices = fields["devices"].cast<std::vector<std::int64_t>>();
   spec.gpus = fields["gpus"].cast<std::vector<int>>();
+  spec.processes = fields["processes"].cast<std::vector<int>>();
+  spec.process = fields["process"].cast<int>();
   spec.token_blocks = fields["token_blocks"].cast<std::vector<int>>();
   spec.tokens_per_rank = fields["tokens_per_rank"].cast<std::int64_t>();
   spec.emb_width = fields["emb_width"].cast<std::int64_t>();
@@ -102,6 +104,7 @@ py::dict stats(std::int64_t id) {
     add("bad_ids", s.bad_ids);
     add("padding_ids", s.padding_ids);
     add("bytes_moved", s.bytes_moved);
+    add("bytes_sent", s.bytes_sent);
     add("saturated", s.saturated);
     add("exposed_wait_ns", s.exposed_wait_ns);
     add("arena_bytes", group->arena_bytes());

@@ -204,6 +204,8 @@ class NativeRanks:
             "group_size": case.ranks,
             "devices": list(range(100, 100 + case.ranks)),
             "gpus": [0] * case.ranks,
+            "processes": [],
+            "process": 0,
             "token_blocks": list(case.blocks),
             "tokens_per_rank": case.tokens // case.ranks,
             "emb_width": case.width,
