@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import ContextError, ContextWarning, IdError, PipelineError, own_corrections
-from .mesh import pad_width, replica_groups
+from .errors import ContextError, ContextWarning, IdError, PipelineError
+from .mesh import pad_width
 from .optimizers import RowOptimizer
+from .table_checks import TableArguments, check_table, ranks_of
 from .token_ids import as_int32, as_integers, require_in_table
 
 Initializer = Callable[[Any, tuple[int, int]], Any]
@@ -74,25 +74,31 @@ class AsyncEmbedding:
         padding_id: int | None = None,
         num_unique: int | None = None,
     ) -> None:
-        for argument, value in (("rows", rows), ("width", width)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
-                raise ContextError(f"async_emb {name!r}: {argument}={value!r} must be an integer in [1, 2^31)")
-        if isinstance(optimizer, type) or not isinstance(optimizer, RowOptimizer):
-            raise ContextError(
-                f"async_emb {name!r}: optimizer={optimizer!r} is a {type(optimizer).__name__}, but must be an instance "
-                "with init and update_start, such as RowwiseAdagrad(learning_rate=0.05). An optax optimizer is for the "
-                "dense parameters: give it to train_step"
+        data_axis = table_axis if data_axis is None else data_axis
+        checked_dtype = check_table(
+            TableArguments(
+                mesh=mesh,
+                table_axis=table_axis,
+                data_axis=data_axis,
+                rows=rows,
+                width=width,
+                name=name,
+                optimizer=optimizer,
+                dtype=dtype,
+                init=init,
+                id_policy=id_policy,
+                padding_id=padding_id,
+                num_unique=num_unique,
             )
-        if padding_id is not None and isinstance(padding_id, int) and not -(2**31) <= padding_id < 2**31:
-            raise ContextError(f"async_emb {name!r}: padding_id={padding_id} does not fit int32, as token ids must")
+        )
         self.mesh = mesh
         self.table_axis = table_axis
-        self.data_axis = table_axis if data_axis is None else data_axis
+        self.data_axis = data_axis
         self.rows = int(rows)
         self.width = int(width)
         self.name = name
         self.optimizer = optimizer
-        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        self.dtype = checked_dtype
         self.id_policy: IdPolicy = id_policy
         self.padding_id = padding_id
         self._num_unique = num_unique
@@ -100,11 +106,7 @@ class AsyncEmbedding:
         self._handles: dict[tuple[int, str], AsyncEmbContextHandle] = {}
         self._told: dict[int, float] = {}  # by context: refused calls and bad ids when it was last checked
         self._early: dict[int, IdError] = {}  # by context: what has_news has taken from it
-        # Checks everything that does not depend on the batch, with the smallest batch there is.
-        with own_corrections({"table_axis", "data_axis", "dtype", "id_policy", "padding_id", "num_unique", "name"}):
-            ranks = self._ranks()
-            self._make_handle(ranks, "train")
-        self.padded_width = pad_width(self.width, ranks)
+        self.padded_width = pad_width(self.width, self._ranks())
 
     # ---- state ----
 
@@ -253,11 +255,7 @@ class AsyncEmbedding:
         return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
 
     def _ranks(self) -> int:
-        axes = self.table_axis if isinstance(self.table_axis, (tuple, list)) else (self.table_axis,)
-        try:
-            return replica_groups(self.mesh, tuple(axes))[0]
-        except (ValueError, TypeError, KeyError):
-            return 1  # the check that follows says what is wrong
+        return ranks_of(self.mesh, self.table_axis)
 
     def _make_handle(self, tokens_per_batch: int, purpose: str) -> AsyncEmbContextHandle:
         num_unique = tokens_per_batch if self._num_unique is None else self._num_unique
