@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
 from .errors import ContextError, ContextWarning, IdError, PipelineError
+from .ffi import TransformationError
 from .mesh import pad_width
 from .optimizers import RowOptimizer
 from .table_checks import TableArguments, check_table, ranks_of
@@ -151,7 +152,9 @@ class AsyncEmbedding:
 
         Raises:
             IdError: an id outside of [0, rows), with the policy "error".
+            TransformationError: the call is inside of jax.jit, jax.grad, jax.vmap or the like.
         """
+        self._require_arrays({"token_ids": token_ids, "state": state})
         ids = self.prepare_ids(np.asarray(jax.device_get(token_ids)))
         flat = ids.reshape(-1)
         if state.weights.is_deleted():
@@ -169,6 +172,7 @@ class AsyncEmbedding:
         # The tail repeats the last id: any id reads the same whatever its neighbours are.
         padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
         placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
+        self._require_arrays({"the call": placed})  # a function that is being traced may have closed over arrays
         runtime.open_context(handle)  # it may have been closed since the program was traced
         try:
             rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
@@ -177,6 +181,21 @@ class AsyncEmbedding:
             raise
         # On the host, where a new shape compiles nothing.
         return jax.device_put(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+
+    def _require_arrays(self, given: dict[str, Any]) -> None:
+        traced = [what for what, x in given.items() if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))]
+        if not traced:
+            return
+        error = TransformationError(
+            f"async_emb {self.name!r}: AsyncEmbedding.lookup was called inside of jax.jit, jax.grad, jax.vmap or "
+            f"another transformation ({' and '.join(traced)} {'is' if len(traced) == 1 else 'are'} traced), but it is for "
+            "evaluation on the host"
+        )
+        error.add_note(
+            "Call it outside, on ids of any shape at once, and give its rows to the transformed function. A step of "
+            "your own is written with step.program, or with lookup_start and lookup_done inside of jax.shard_map."
+        )
+        raise error
 
     def _require_shape(self, what: str, x: Any, width: int, *, any_dtype: bool = False) -> None:
         if np.shape(x) == (self.rows, width) and (any_dtype or x.dtype == self.dtype):

@@ -81,8 +81,9 @@ class RowwiseAdagrad:
             yield from _wrong_number("half_life", self.half_life, above=0.0)
         if self.max_grad_norm is not None:
             yield from _wrong_number("max_grad_norm", self.max_grad_norm, above=0.0)
-        if not isinstance(self.lazy, bool):
-            yield _problem("lazy", self.lazy, "True or False", wrong_type=True)
+        lazy: Any = self.lazy
+        if not isinstance(lazy, bool):
+            yield _problem("lazy", lazy, "True or False", wrong_type=True)
         if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
             wrong_type = not isinstance(self.rounding, str)
             yield _problem("rounding", self.rounding, "'nearest' or 'stochastic'", wrong_type=wrong_type)
