@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from . import batches, global_ops, runtime, snapshots
 from .embedding import AsyncEmbedding
 from .errors import AsyncEmbError, IdError, PipelineError
+from .snapshot_checks import validate
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, StepProgram, StepState
 from .token_ids import as_int32
@@ -258,10 +259,11 @@ class TrainStep:
         of devices must divide: for any other number, flush before the snapshot.
 
         Raises:
-            ContextError: the snapshot is of other tables, or another schedule.
+            ContextError: what the snapshot holds does not fit: keys that are missing, other tables, dtypes or shapes,
+                another schedule. Every problem is listed, and nothing has been dropped.
         """
+        validate(self.tables, snapshot, staleness=self.staleness, optimizer=self._optimizer)
         tables = snapshots.tables_of(self.tables, snapshot)
-        snapshots.require_staleness(snapshot, self.staleness)
         self._restart()
         state = self._state(snapshot["params"], snapshot["opt_state"], tables, snapshot["step"])
         if snapshot["staged"]:
