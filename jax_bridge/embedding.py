@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -15,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import ContextError, ContextWarning, IdError, PipelineError
+from .errors import AsyncEmbError, ContextError, ContextWarning, IdError, PipelineError
 from .ffi import TransformationError
 from .mesh import pad_width
 from .optimizers import RowOptimizer
 from .table_checks import TableArguments, check_table, ranks_of
 from .token_ids import as_int32, as_integers, require_in_table
+
+# In messages of a context, which knows nothing of the states that its calls belong to.
+_SAYS_A_STEP = re.compile(r"\bstep \d")
+_WHOSE_STEPS = (
+    "Steps in this message are the context's own: it counts its lookups, and its updates, from 1 since it was opened. "
+    "state.step counts calls from 0."
+)
 
 Initializer = Callable[[Any, tuple[int, int]], Any]
 
@@ -119,7 +127,14 @@ class AsyncEmbedding:
         return TableState(self._make_weights(key), self._place_optimizer(self.optimizer.init(self.rows)))
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
-        """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
+        """A state from host arrays, whatever the layout before.
+
+        Args:
+            weights: [rows, width], of any real dtype: converted to the table's as ``ndarray.astype`` does (float64 to
+                float32 rounds to nearest even). Bits of bfloat16 that ``np.savez`` has left without a name are taken as
+                they are.
+            optimizer: the optimizer's arrays, of exactly its dtypes and shapes; fresh ones unless given.
+        """
         runtime.require_devices(self.smallest_handle())
         weights = with_dtype(weights, self.dtype)
         if weights.shape != (self.rows, self.width):
@@ -188,8 +203,7 @@ class AsyncEmbedding:
             return
         error = TransformationError(
             f"async_emb {self.name!r}: AsyncEmbedding.lookup was called inside of jax.jit, jax.grad, jax.vmap or "
-            f"another transformation ({' and '.join(traced)} {'is' if len(traced) == 1 else 'are'} traced), but it is for "
-            "evaluation on the host"
+            f"another transformation (traced: {', '.join(traced)}), but it is for evaluation on the host"
         )
         error.add_note(
             "Call it outside, on ids of any shape at once, and give its rows to the transformed function. A step of "
@@ -240,9 +254,14 @@ class AsyncEmbedding:
         for handle in self._open():
             self._told[handle.context_id] = self._troubles(handle)
             early = self._early.pop(handle.context_id, None)
-            runtime.check(handle)
-            if early is not None:
-                raise early
+            try:
+                runtime.check(handle)
+                if early is not None:
+                    raise early
+            except AsyncEmbError as error:
+                if _SAYS_A_STEP.search(str(error)):
+                    error.add_note(_WHOSE_STEPS)
+                raise
 
     def has_news(self) -> bool:
         """Whether ``check`` would raise, as far as one can tell while steps run. Never waits."""

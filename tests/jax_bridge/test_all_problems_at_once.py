@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -158,3 +160,46 @@ def test_tables_that_are_none_do_not_hide_other_problems(tables):
     with pytest.raises(ContextError, match="async_emb train_step: tables") as e:
         train_step(tables, training.loss_fn, optax.sgd(1.0), ids_of=training.ids_of, staleness=3)
     assert e.value.problems[1:] == ("async_emb train_step: staleness=3 must be 0 or 1",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"staleness": 2}, "staleness=2 must be 0 or 1"),
+        ({"staleness": True}, "staleness=True must be 0 or 1"),
+        ({"microbatches": 0}, "microbatches=0 must be an integer of at least 1"),
+        ({"tables": {}}, "tables is empty"),
+        ({"tables": {"users": 3}}, "tables must be AsyncEmbedding, but are {'users': 'int'}"),
+        ({"loss_fn": None}, "must be functions"),
+        ({"optimizer": RowwiseAdagrad(0.1)}, "has no update: give an optax optimizer, for the dense parameters"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_each_argument_of_a_training_step_is_refused_alone_too(arguments, message):
+    good = {
+        "tables": training.make_tables(training.mesh_of(1)),
+        "loss_fn": training.loss_fn,
+        "optimizer": optax.sgd(1.0),
+        "ids_of": training.ids_of,
+    }
+    with pytest.raises(ContextError, match=message):
+        train_step(**(good | arguments))
+
+
+def test_tables_of_one_step_need_one_mesh_the_same_axes_and_different_names():
+    on = training.make_tables
+    two_axes = training.mesh_of(2, 1, names=("a", "b"))
+
+    def make(users: Any, items: Any) -> None:
+        tables = {"users": users["users"], "items": items["items"]}
+        train_step(tables, training.loss_fn, optax.sgd(1.0), ids_of=training.ids_of)
+
+    with pytest.raises(ContextError, match=r"\['items', 'users'\] are on different meshes"):
+        make(on(training.mesh_of(1)), on(training.mesh_of(2)))
+    other_axes = AsyncEmbedding(
+        two_axes, table_axis="a", rows=3, width=2, name="items", optimizer=training.default_optimizer()
+    )
+    with pytest.raises(ContextError, match=r"different axes \(table_axis, data_axis\)"):
+        make(on(two_axes), {"items": other_axes})
+    with pytest.raises(ContextError, match=r"table names \['users', 'users'\] repeat"):
+        make(on(training.mesh_of(1)), {"items": on(training.mesh_of(1))["users"]})
