@@ -111,6 +111,7 @@ class TrainStep:
         self._last: Any = None  # pins of the state that it belongs to; None where nothing is
         self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
         self._unwanted = False  # a lookup is armed though no batch was announced
+        self._unsaved: Any = None  # state.step where gradients are staged that neither a flush nor a snapshot has
 
     # ---- the loop ----
 
@@ -165,6 +166,7 @@ class TrainStep:
                 state = self._arm(state, placed, compiled)
             state, metrics = compiled.step(state, batch, placed, next_placed)
             self._last, self._armed, self._unwanted = state.pins, next_ids, next_ids is None
+            self._unsaved = state.step
         self._in_flight.append(metrics["loss"])
         if self._sync_errors:
             self._check_and_hand_over(state)
@@ -249,7 +251,9 @@ class TrainStep:
         self._require_last(state)
         jax.block_until_ready(state)
         handles = {} if self._current is None else self._current.program.handles
-        return snapshots.take(self.tables, handles, state, self._armed)
+        taken = snapshots.take(self.tables, handles, state, self._armed)
+        self._unsaved = None
+        return taken
 
     def restore(self, snapshot: Snapshot) -> StepState:
         """The state of a snapshot, on this step's mesh. Drops what an earlier state had under way.
@@ -381,7 +385,19 @@ class TrainStep:
 
     def _give_up(self) -> None:
         self._in_flight.clear()
-        self._last, self._armed, self._unwanted = None, None, False
+        self._last, self._armed, self._unwanted, self._unsaved = None, None, False, None
+
+    def _unflushed(self) -> str | None:
+        """What to warn of where a block is left now, without an exception: gradients that nobody would ever apply."""
+        if self._unsaved is None:
+            return None
+        with contextlib.suppress(Exception):  # a step that has failed, which is what closing raises
+            return (
+                f"async_emb train_step: the block was left while gradients of the call with state.step="
+                f"{int(self._unsaved) - 1} were staged for the tables {sorted(self.tables)}: that update is lost. End "
+                "the block with state = step.flush(state), or take a snapshot, which keeps them"
+            )
+        return None
 
     # ---- ids and lookups ----
 
