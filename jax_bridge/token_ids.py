@@ -52,7 +52,7 @@ def require_in_table(ids: np.ndarray[Any, Any], *, table: str, rows: int, paddin
         more = f", and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
         message = f"{len(positions)} of {ids.size} token ids are {outside}: {shown}{more}"
     error = IdError(f"async_emb {table!r}: {message}")
-    error.add_note(advice_on_ids((bad_id for bad_id, _ in first), padding_id))
+    error.add_note(advice_on_ids(ids.reshape(-1)[positions].tolist(), padding_id))
     raise error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,14 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import batches, global_ops, runtime, snapshots
+from . import batches, global_ops, ownership, runtime, snapshots
 from .embedding import AsyncEmbedding
 from .errors import AsyncEmbError, IdError, PipelineError
 from .snapshot_checks import validate
 from .snapshots import Snapshot
-from .step_program import Compiled, LossFunction, StepProgram, StepState
+from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
 from .token_ids import as_int32
-from .train_checks import check_arguments, require_usable
+from .train_checks import check_arguments, lost_update, require_last, require_usable
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -72,10 +71,6 @@ def train_step(
     )
 
 
-# By context: the step whose work is under way there.
-_owners: weakref.WeakValueDictionary[int, TrainStep] = weakref.WeakValueDictionary()
-
-
 class TrainStep:
     """A training step; see ``train_step``. As a context manager it closes its contexts, also when the block raises."""
 
@@ -95,14 +90,10 @@ class TrainStep:
         check_arguments(tables, loss_fn, optimizer, ids_of, staleness, microbatches, donate)
         self.tables = dict(tables)
         self.staleness = staleness
-        self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._ids_of = ids_of
-        self._microbatches = microbatches
-        self._has_aux = has_aux
         self._sync_errors = sync_errors
-        self._donate = donate
-        self._programs: dict[tuple[int, ...], Compiled] = {}
+        self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
         self._current: Compiled | None = None
         self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
         self._owned: set[int] = set()  # contexts that were begun here
@@ -295,7 +286,7 @@ class TrainStep:
 
     def program_for(self, batch: Any) -> StepProgram:
         """The traced parts for batches of this one's size."""
-        return self._program(batches.sizes_of(self._ids(batch))).program
+        return self._programs[batches.sizes_of(self._ids(batch))].program
 
     # ---- states ----
 
@@ -313,32 +304,12 @@ class TrainStep:
         return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}
 
     def _require_last(self, state: StepState) -> None:
-        if self._last is None or state.pins is self._last:
-            return
-        if not all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, state.pins, self._last))):
-            raise PipelineError(
-                "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a lookup "
-                "are under way that belong to that state alone: go on from it, or flush it, or restore a snapshot, or "
-                "begin anew with init"
-            )
+        require_last(state, self._last)
 
     # ---- programs and contexts ----
 
-    def _program(self, sizes: tuple[int, ...]) -> Compiled:
-        if sizes not in self._programs:
-            program = StepProgram(
-                tables=self.tables,
-                handles={name: self.tables[name].handle(n) for name, n in zip(sorted(self.tables), sizes, strict=True)},
-                loss_fn=self._loss_fn,
-                optimizer=self._optimizer,
-                has_aux=self._has_aux,
-                microbatches=self._microbatches,
-            )
-            self._programs[sizes] = Compiled(program, self.staleness, self._donate)
-        return self._programs[sizes]
-
     def _compiled(self, sizes: tuple[int, ...]) -> Compiled:
-        compiled = self._program(sizes)
+        compiled = self._programs[sizes]
         if self._last is not None and self._current is not None:
             batches.require_same_sizes(self.tables, self._current.sizes, sizes)
         self._current = compiled
@@ -346,23 +317,7 @@ class TrainStep:
 
     def _use(self, compiled: Compiled) -> None:
         """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
-        for handle in compiled.program.handles.values():
-            begun = handle.context_id in self._owned
-            if not begun or _owners.get(handle.context_id) is not self:
-                if begun and self._last is not None:
-                    raise PipelineError(
-                        f"async_emb {handle.name!r}: another TrainStep has begun on a table of this name since, and "
-                        "what was under way here (staged gradients, a lookup) is dropped. Restore a snapshot or begin "
-                        "anew with init, and give tables that train side by side different names"
-                    )
-                if runtime.is_open(handle):
-                    # Left by a step that was given up, or by another step at rest. Its programs may still run.
-                    with contextlib.suppress(Exception):
-                        jax.effects_barrier()
-                    runtime.close_context(handle)
-                self._owned.add(handle.context_id)
-                _owners[handle.context_id] = self
-            runtime.open_context(handle)
+        ownership.take(self, compiled.program.handles.values(), self._owned, under_way=self._last is not None)
 
     def _restart(self) -> None:
         with contextlib.suppress(Exception):
@@ -389,15 +344,7 @@ class TrainStep:
 
     def _unflushed(self) -> str | None:
         """What to warn of where a block is left now, without an exception: gradients that nobody would ever apply."""
-        if self._unsaved is None:
-            return None
-        with contextlib.suppress(Exception):  # a step that has failed, which is what closing raises
-            return (
-                f"async_emb train_step: the block was left while gradients of the call with state.step="
-                f"{int(self._unsaved) - 1} were staged for the tables {sorted(self.tables)}: that update is lost. End "
-                "the block with state = step.flush(state), or take a snapshot, which keeps them"
-            )
-        return None
+        return None if self._unsaved is None else lost_update(self.tables, self._unsaved)
 
     # ---- ids and lookups ----
 

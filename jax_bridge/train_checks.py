@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -94,6 +95,31 @@ def _tables_apart(tables: Mapping[str, AsyncEmbedding]) -> Iterator[Problem]:
     if len(set(names)) < len(names):
         message = f"async_emb train_step: table names {names} repeat; contexts are told apart by name"
         yield Problem(message, ("Give each AsyncEmbedding a name of its own.",))
+
+
+def require_last(state: Any, last: Any) -> None:
+    """Refuses a state that is not the one that what is under way (the pins ``last``, None where nothing is) belongs
+    to."""
+    if last is None or state.pins is last:
+        return
+    if not all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, state.pins, last))):
+        raise PipelineError(
+            "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a lookup "
+            "are under way that belong to that state alone: go on from it, or flush it, or restore a snapshot, or "
+            "begin anew with init"
+        )
+
+
+def lost_update(tables: Mapping[str, AsyncEmbedding], step: Any) -> str | None:
+    """What to warn of where nobody applies the gradients that the call before ``step`` has staged; None where that
+    call has failed, which closing says."""
+    with contextlib.suppress(Exception):
+        return (
+            f"async_emb train_step: the block was left while gradients of the call with state.step={int(step) - 1} "
+            f"were staged for the tables {sorted(tables)}: that update is lost. End the block with "
+            "state = step.flush(state), or take a snapshot, which keeps them"
+        )
+    return None
 
 
 def require_usable(state: Any, *batches: Any, staleness: int) -> None:

@@ -257,6 +257,12 @@ def test_the_message_says_how_many_ids_are_bad_and_where_the_first_are(step, bat
     assert e.value.__notes__ == ["Fix the ids, or choose id_policy='drop' or 'clamp', or name it as padding_id."]
 
 
+def test_minus_one_is_recognized_behind_the_ids_that_are_listed(step, batches):
+    with pytest.raises(IdError, match="and 1 more") as e:
+        step(training.start(step), many_bad_ids(batches[0], [19, 20, 21, 22, 23, -1]))
+    assert "padding_id=-1" in e.value.__notes__[0]
+
+
 @pytest.mark.parametrize(("padding_id", "advised"), [(None, True), (0, False)])
 def test_minus_one_as_padding_is_recognized(batches, padding_id, advised):
     with training.make_step(2, 1, tables={"padding_id": padding_id}) as step, pytest.raises(IdError) as e:
