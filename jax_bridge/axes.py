@@ -50,7 +50,13 @@ def mesh_problems(mesh: object) -> tuple[Problem, ...]:
     """What keeps `mesh` from carrying a table: not a mesh, no devices, or a device twice."""
     if isinstance(mesh, AbstractMesh):
         message = f"async_emb mesh {mesh} is an AbstractMesh, which has no devices"
-        return (Problem(message, ("Pass the jax.sharding.Mesh that the program will run on.",), wrong_type=True),)
+        return (
+            Problem(
+                message,
+                ("Give a concrete mesh: the jax.sharding.Mesh, made of devices, that the program will run on.",),
+                wrong_type=True,
+            ),
+        )
     if not isinstance(mesh, Mesh):
         message = f"async_emb mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}: {show(mesh)}"
         return (Problem(message, (_MAKE_A_MESH,), wrong_type=True),)

@@ -44,7 +44,17 @@ def checked_ids(tables: Tables, ids: Any) -> Ids:
     checked = {name: table.prepare_ids(ids[name]) for name, table in tables.items()}
     for name, x in checked.items():
         handle = tables[name].smallest_handle()
-        if x.ndim == 0 or x.size == 0 or x.shape[0] % handle.group_size:
+        if x.size == 0:
+            error = ContextError(
+                f"async_emb {handle.name!r}: the batch is empty: its token ids have shape {list(x.shape)}, but a step "
+                f"needs at least one token on each of the {handle.group_size} ranks"
+            )
+            error.add_note(
+                "Leave an empty batch out of the loop: a mean over it is NaN, and there is nothing to learn from it. "
+                "Where only this table has no ids in the batch, give it ids that are padding_id."
+            )
+            raise error
+        if x.ndim == 0 or x.shape[0] % handle.group_size:
             raise ContextError(
                 f"async_emb {handle.name!r}: token ids have shape {list(x.shape)}, but need a first dimension that is "
                 f"a multiple of the {handle.group_size} ranks: pad the batch, with padding_id for the ids"
@@ -85,8 +95,9 @@ def require_announced(tables: Tables, announced: Ids, given: Ids, step: Any) -> 
         if len(differing):
             position = int(differing[0])
             raise PipelineError(
-                f"async_emb {tables[name].name!r}: step {int(step)} was given another batch than the step before has "
-                f"announced as upcoming and begun to look up: token id {got[position]} instead of {wanted[position]} "
+                f"async_emb {tables[name].name!r}: the call with state.step={int(step)} was given another batch than "
+                "the call before has announced as upcoming and begun to look up: token id "
+                f"{got[position]} instead of {wanted[position]} "
                 f"at position {position}. Nothing has run: pass the batch that was announced, or flush, and go on with "
                 "any batch"
             )

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import ContextError, ContextWarning, FailedContextError, IdError, PipelineError, own_corrections
-from .mesh import pad_width, replica_groups
+from .errors import AsyncEmbError, ContextError, ContextWarning, FailedContextError, IdError, PipelineError
+from .ffi import TransformationError
+from .mesh import pad_width
 from .optimizers import RowOptimizer
+from .table_checks import TableArguments, check_table, ranks_of
 from .token_ids import as_int32, as_integers, require_in_table
+
+# In messages of a context, which knows nothing of the states that its calls belong to.
+_SAYS_A_STEP = re.compile(r"\bstep \d")
+_WHOSE_STEPS = (
+    "Steps in this message are the context's own: it counts its lookups, and its updates, from 1 since it was opened. "
+    "state.step counts calls from 0."
+)
 
 Initializer = Callable[[Any, tuple[int, int]], Any]
 
@@ -74,25 +83,31 @@ class AsyncEmbedding:
         padding_id: int | None = None,
         num_unique: int | None = None,
     ) -> None:
-        for argument, value in (("rows", rows), ("width", width)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31:
-                raise ContextError(f"async_emb {name!r}: {argument}={value!r} must be an integer in [1, 2^31)")
-        if isinstance(optimizer, type) or not isinstance(optimizer, RowOptimizer):
-            raise ContextError(
-                f"async_emb {name!r}: optimizer={optimizer!r} is a {type(optimizer).__name__}, but must be an instance "
-                "with init and update_start, such as RowwiseAdagrad(learning_rate=0.05). An optax optimizer is for the "
-                "dense parameters: give it to train_step"
+        data_axis = table_axis if data_axis is None else data_axis
+        checked_dtype = check_table(
+            TableArguments(
+                mesh=mesh,
+                table_axis=table_axis,
+                data_axis=data_axis,
+                rows=rows,
+                width=width,
+                name=name,
+                optimizer=optimizer,
+                dtype=dtype,
+                init=init,
+                id_policy=id_policy,
+                padding_id=padding_id,
+                num_unique=num_unique,
             )
-        if padding_id is not None and isinstance(padding_id, int) and not -(2**31) <= padding_id < 2**31:
-            raise ContextError(f"async_emb {name!r}: padding_id={padding_id} does not fit int32, as token ids must")
+        )
         self.mesh = mesh
         self.table_axis = table_axis
-        self.data_axis = table_axis if data_axis is None else data_axis
+        self.data_axis = data_axis
         self.rows = int(rows)
         self.width = int(width)
         self.name = name
         self.optimizer = optimizer
-        self.dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        self.dtype = checked_dtype
         self.id_policy: IdPolicy = id_policy
         self.padding_id = padding_id
         self._num_unique = num_unique
@@ -100,11 +115,7 @@ class AsyncEmbedding:
         self._handles: dict[tuple[int, str], AsyncEmbContextHandle] = {}
         self._told: dict[int, float] = {}  # by context: refused calls and bad ids when it was last checked
         self._early: dict[int, IdError] = {}  # by context: what has_news has taken from it
-        # Checks everything that does not depend on the batch, with the smallest batch there is.
-        with own_corrections({"table_axis", "data_axis", "dtype", "id_policy", "padding_id", "num_unique", "name"}):
-            ranks = self._ranks()
-            self._make_handle(ranks, "train")
-        self.padded_width = pad_width(self.width, ranks)
+        self.padded_width = pad_width(self.width, self._ranks())
 
     # ---- state ----
 
@@ -116,7 +127,14 @@ class AsyncEmbedding:
         return TableState(self._make_weights(key), self._place_optimizer(self.optimizer.init(self.rows)))
 
     def from_arrays(self, weights: Any, optimizer: dict[str, Any] | None = None) -> TableState:
-        """A state from host arrays: weights [rows, width] of any layout before, and the optimizer's arrays."""
+        """A state from host arrays, whatever the layout before.
+
+        Args:
+            weights: [rows, width], of any real dtype: converted to the table's as ``ndarray.astype`` does (float64 to
+                float32 rounds to nearest even). Bits of bfloat16 that ``np.savez`` has left without a name are taken as
+                they are.
+            optimizer: the optimizer's arrays, of exactly its dtypes and shapes; fresh ones unless given.
+        """
         runtime.require_devices(self.smallest_handle())
         weights = with_dtype(weights, self.dtype)
         if weights.shape != (self.rows, self.width):
@@ -149,7 +167,9 @@ class AsyncEmbedding:
 
         Raises:
             IdError: an id outside of [0, rows), with the policy "error".
+            TransformationError: the call is inside of jax.jit, jax.grad, jax.vmap or the like.
         """
+        self._require_arrays({"token_ids": token_ids, "state": state})
         ids = self.prepare_ids(np.asarray(jax.device_get(token_ids)))
         flat = ids.reshape(-1)
         if state.weights.is_deleted():
@@ -167,6 +187,7 @@ class AsyncEmbedding:
         # The tail repeats the last id: any id reads the same whatever its neighbours are.
         padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
         placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
+        self._require_arrays({"the call": placed})  # a function that is being traced may have closed over arrays
         runtime.open_context(handle)  # it may have been closed since the program was traced
         try:
             rows = jax.block_until_ready(_lookup(placed, state.weights, handle))
@@ -175,6 +196,20 @@ class AsyncEmbedding:
             raise
         # On the host, where a new shape compiles nothing.
         return jax.device_put(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+
+    def _require_arrays(self, given: dict[str, Any]) -> None:
+        traced = [what for what, x in given.items() if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))]
+        if not traced:
+            return
+        error = TransformationError(
+            f"async_emb {self.name!r}: AsyncEmbedding.lookup was called inside of jax.jit, jax.grad, jax.vmap or "
+            f"another transformation (traced: {', '.join(traced)}), but it is for evaluation on the host"
+        )
+        error.add_note(
+            "Call it outside, on ids of any shape at once, and give its rows to the transformed function. A step of "
+            "your own is written with step.program, or with lookup_start and lookup_done inside of jax.shard_map."
+        )
+        raise error
 
     def _require_shape(self, what: str, x: Any, width: int, *, any_dtype: bool = False) -> None:
         if np.shape(x) == (self.rows, width) and (any_dtype or x.dtype == self.dtype):
@@ -219,9 +254,14 @@ class AsyncEmbedding:
         for handle in self._open():
             self._told[handle.context_id] = self._troubles(handle)
             early = self._early.pop(handle.context_id, None)
-            runtime.check(handle)
-            if early is not None:
-                raise early
+            try:
+                runtime.check(handle)
+                if early is not None:
+                    raise early
+            except AsyncEmbError as error:
+                if _SAYS_A_STEP.search(str(error)):
+                    error.add_note(_WHOSE_STEPS)
+                raise
 
     def require_working(self) -> None:
         """Raises FailedContextError where a context has failed. Steps may run."""
@@ -271,11 +311,7 @@ class AsyncEmbedding:
         return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
 
     def _ranks(self) -> int:
-        axes = self.table_axis if isinstance(self.table_axis, (tuple, list)) else (self.table_axis,)
-        try:
-            return replica_groups(self.mesh, tuple(axes))[0]
-        except (ValueError, TypeError, KeyError):
-            return 1  # the check that follows says what is wrong
+        return ranks_of(self.mesh, self.table_axis)
 
     def _make_handle(self, tokens_per_batch: int, purpose: str) -> AsyncEmbContextHandle:
         num_unique = tokens_per_batch if self._num_unique is None else self._num_unique

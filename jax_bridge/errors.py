@@ -6,9 +6,8 @@ says what happened; what to do about it is in the exception's notes (PEP 678), w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 
@@ -92,26 +91,6 @@ def raise_problems(
         change = ", ".join(f"{argument}={value!r}" for argument, value in correction.items())
         error.add_note(f"{'Or' if number else 'Checked to pass'}: {call}(..., {change})")
     raise error
-
-
-@contextlib.contextmanager
-def own_corrections(arguments: Collection[str], call: str = "AsyncEmbedding") -> Iterator[None]:
-    """Turns the corrections of a ``ContextError`` from below into arguments of ``call``, of which these are some. One
-    that needs others too is left out."""
-    try:
-        yield
-    except ContextError as error:
-        # What the caller does not give (the batch, the padded width) is worked out from what it gives.
-        own = [{k: v for k, v in fix.items() if k in arguments} for fix in error.corrections]
-        own = [fix for i, fix in enumerate(own) if fix and fix not in own[:i]]
-        notes = [note for note in getattr(error, "__notes__", ()) if "make_context_handle(..., " not in note]
-        again = type(error)(str(error), problems=error.problems, corrections=own)
-        for note in notes:
-            again.add_note(note)
-        for number, fix in enumerate(own):
-            change = ", ".join(f"{argument}={value!r}" for argument, value in fix.items())
-            again.add_note(f"{'Or' if number else 'Checked to pass'}: {call}(..., {change})")
-        raise again from None
 
 
 def show(value: object) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from .errors import AsyncEmbError, ContextError
 from .runtime import native
@@ -51,6 +52,7 @@ def call(
     replicated: Sequence[int] = (),
     aliases: Mapping[int, int] | None = None,
     side_effect: bool = True,
+    lends: bool = False,
     attrs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """Calls a native handler.
@@ -65,10 +67,14 @@ def call(
         replicated: indices of results that are the same on every shard.
         aliases: operand index to result index, for what works in place.
         side_effect: run the call even where nobody reads its results, and merge no two of them.
+        lends: work goes on in the buffer of an operand when the call has returned: refused outside of a compiled
+            program, where that buffer is a copy.
         attrs: attributes of the call.
     """
     native()  # registers the handlers
     operands = refuse_transformations(operation, [as_varying(x, axes) for x in operands])
+    if lends:
+        _require_compiled(operation, operands)
     # A data axis of size 1 that is no table axis makes ids vary, but must not make the table vary.
     of_result = {result: varies(operands[operand]) for operand, result in (aliases or {}).items()}
     common: frozenset[Any] = frozenset().union(*(varies(x) for x in operands))
@@ -93,6 +99,21 @@ _OTHER_ROUTE = "call it outside of the transformed function"
 def refuse_transformations(operation: str, operands: Sequence[Any]) -> list[Any]:
     """``operands``, through which neither differentiation nor ``vmap`` goes."""
     return list(_refuse_p.bind(*operands, operation=operation))
+
+
+def _require_compiled(operation: str, operands: Sequence[Any]) -> None:
+    # What an operation gives while a program is traced, and neither on arrays nor in a shard_map that runs eagerly.
+    if any(isinstance(x, DynamicJaxprTracer) for x in operands):
+        return
+    error = TransformationError(
+        f"async_emb {operation} was called outside of jax.jit: call by call, XLA works on copies of the table, but an "
+        "update in place needs the one buffer of the program"
+    )
+    error.add_note(
+        f"Call {operation} inside of jax.jit, with the table donated (donate_argnums). AsyncEmbedding.lookup and "
+        "train_step do that for you. (jax.disable_jit makes every call one outside of jax.jit.)"
+    )
+    raise error
 
 
 def _refused(operation: str, transformation: str, what: str) -> TransformationError:

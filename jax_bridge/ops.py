@@ -56,6 +56,7 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
         [_PIN, shape_of(table)],
         axes=handle.table_axis,
         aliases={1: 1},
+        lends=True,
         attrs=_context(handle),
     )
     (table,) = call(
@@ -65,6 +66,7 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
         [shape_of(table)],
         axes=handle.table_axis,
         aliases={0: 0},
+        lends=True,
         attrs=_context(handle),
     )
     return table, pin
@@ -263,6 +265,7 @@ def settle(table: Any, after: Any, handle: AsyncEmbContextHandle) -> Any:
         [shape_of(table)],
         axes=handle.table_axis,
         aliases={0: 0},
+        lends=True,
         attrs=_context(handle),
     )
     return table
@@ -308,6 +311,7 @@ def _update_start(
         axes=handle.table_axis,
         replicated=[1 + i for i in places[1:]],
         aliases={len(operands) + i: 1 + i for i in places},
+        lends=True,
         attrs=_context(handle) | {"clips": clips, "stochastic_rounding": stochastic},
     )
     lent = call(
@@ -318,6 +322,7 @@ def _update_start(
         axes=handle.table_axis,
         replicated=places[1:],
         aliases={i: i for i in places},
+        lends=True,
         attrs=_context(handle),
     )
     return *lent, pin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import global_ops
+from .checks import is_integer
 from .context import AsyncEmbContextHandle
-from .errors import ContextError
+from .errors import Problem, raise_problems, show
 
 Schedule = Callable[[Any], Any]
 
@@ -67,21 +68,27 @@ class RowwiseAdagrad:
     initial_accumulator: float = 0.0
 
     def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise_problems(problems)
+
+    def _problems(self) -> Iterator[Problem]:
         if not callable(self.learning_rate):
-            _require_number("learning_rate", self.learning_rate, least=0.0)
-        _require_number("eps", self.eps, least=0.0)
-        _require_number("weight_decay", self.weight_decay, least=0.0)
-        _require_number("initial_accumulator", self.initial_accumulator, least=0.0)
+            yield from _wrong_number("learning_rate", self.learning_rate, least=0.0)
+        yield from _wrong_number("eps", self.eps, least=0.0)
+        yield from _wrong_number("weight_decay", self.weight_decay, least=0.0)
+        yield from _wrong_number("initial_accumulator", self.initial_accumulator, least=0.0)
         if self.half_life is not None:
-            _require_number("half_life", self.half_life, above=0.0)
+            yield from _wrong_number("half_life", self.half_life, above=0.0)
         if self.max_grad_norm is not None:
-            _require_number("max_grad_norm", self.max_grad_norm, above=0.0)
-        if not isinstance(self.lazy, bool):
-            raise ContextError(f"async_emb RowwiseAdagrad lazy={self.lazy!r} must be True or False")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ContextError(f"async_emb RowwiseAdagrad rounding={self.rounding!r} must be 'nearest' or 'stochastic'")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 2**32:
-            raise ContextError(f"async_emb RowwiseAdagrad seed={self.seed!r} must be an integer in [0, 2^32)")
+            yield from _wrong_number("max_grad_norm", self.max_grad_norm, above=0.0)
+        lazy: Any = self.lazy
+        if not isinstance(lazy, bool):
+            yield _problem("lazy", lazy, "True or False", wrong_type=True)
+        if not isinstance(self.rounding, str) or self.rounding not in ("nearest", "stochastic"):
+            wrong_type = not isinstance(self.rounding, str)
+            yield _problem("rounding", self.rounding, "'nearest' or 'stochastic'", wrong_type=wrong_type)
+        if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
+            yield _problem("seed", self.seed, "an integer in [0, 2^32)", wrong_type=not is_integer(self.seed))
 
     def init(self, rows: int) -> dict[str, Any]:
         state: dict[str, Any] = {"accumulator": np.full(rows, self.initial_accumulator, np.float32)}
@@ -133,9 +140,30 @@ def state_shape(optimizer: RowOptimizer, rows: int) -> dict[str, jax.ShapeDtypeS
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in optimizer.init(rows).items()}
 
 
-def _require_number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
-    fits = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
+_ADVICE = {
+    "learning_rate": "A number, or a schedule: a function from the step to a number, such as those of optax.",
+    "eps": "It is added to the root of the accumulator; 1e-8 is usual.",
+    "half_life": "Steps after which an accumulator has decayed to a half; None for no decay.",
+    "lazy": "True decays a row by the steps since it was last touched, False once for each step that touches it.",
+    "weight_decay": "0 for none.",
+    "max_grad_norm": "The largest global norm of a step's gradient rows; None for no limit.",
+    "rounding": "'stochastic' is for bfloat16 and float16 tables, which lose small updates to 'nearest'.",
+    "seed": "It keys the generator of stochastic rounding.",
+    "initial_accumulator": "0 is usual; a larger one makes the first steps smaller.",
+}
+
+
+def _wrong_number(
+    name: str, value: Any, *, least: float | None = None, above: float | None = None
+) -> Iterator[Problem]:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    fits = is_number and math.isfinite(value)
     fits = fits and (least is None or value >= least) and (above is None or value > above)
     if not fits:
         bound = f"at least {least:g}" if least is not None else f"above {above:g}"
-        raise ContextError(f"async_emb RowwiseAdagrad {name}={value!r} must be a finite number {bound}")
+        yield _problem(name, value, f"a finite number {bound}", wrong_type=not is_number)
+
+
+def _problem(name: str, value: Any, wanted: str, *, wrong_type: bool) -> Problem:
+    message = f"async_emb RowwiseAdagrad {name}={show(value)} must be {wanted}"
+    return Problem(message, (_ADVICE[name],), wrong_type=wrong_type)

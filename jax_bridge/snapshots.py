@@ -15,7 +15,6 @@ import numpy as np
 
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState, with_dtype
-from .errors import ContextError
 from .runtime import is_open, native, open_context
 
 
@@ -73,24 +72,10 @@ def take(
 
 def tables_of(tables: Mapping[str, AsyncEmbedding], snapshot: Snapshot) -> dict[str, TableState]:
     """The tables of a snapshot, placed on their meshes."""
-    if set(snapshot["tables"]) != set(tables):
-        raise ContextError(
-            f"async_emb restore: the snapshot has tables {sorted(snapshot['tables'])}, but the step has "
-            f"{sorted(tables)}"
-        )
     return {
         name: table.from_arrays(snapshot["tables"][name]["weights"], snapshot["tables"][name]["optimizer"])
         for name, table in tables.items()
     }
-
-
-def require_staleness(snapshot: Snapshot, staleness: int) -> None:
-    """Raises ContextError where the snapshot holds what the schedule cannot continue."""
-    if snapshot["staged"] and staleness == 0:
-        raise ContextError(
-            "async_emb restore: the snapshot was taken with staleness 1 and holds gradients that are staged, which "
-            "staleness 0 has no place for: restore it with staleness=1 and flush, or take it after a flush"
-        )
 
 
 def staged_of(handles: Mapping[str, AsyncEmbContextHandle]) -> dict[str, StagedUpdate]:
@@ -103,11 +88,6 @@ def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], staged: Mapping
     for name, update in staged.items():
         handle = handles[name]
         grads = with_dtype(update["grads"], handle.dtype)
-        if grads.shape != (handle.tokens_per_batch, handle.logical_width):
-            raise ContextError(
-                f"async_emb restore: staged gradients of {name!r} have shape {list(grads.shape)}, but the step needs "
-                f"[{handle.tokens_per_batch}, {handle.logical_width}]"
-            )
         padded = np.pad(grads, ((0, 0), (0, handle.emb_width - handle.logical_width)))
         open_context(handle)
         ids = np.ascontiguousarray(update["ids"], dtype=np.int32)

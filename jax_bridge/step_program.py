@@ -296,6 +296,39 @@ class Compiled:
         self.flush = lambda state: flush(state.tables, state.pins, state.step)
 
 
+class Programs(dict[tuple[int, ...], Compiled]):
+    """The jitted programs by batch size (tokens of each table, in the order of their names), made on first use."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, AsyncEmbedding],
+        loss_fn: LossFunction,
+        optimizer: optax.GradientTransformation,
+        staleness: int,
+        microbatches: int,
+        has_aux: bool,
+        donate: bool,
+    ) -> None:
+        super().__init__()
+        self._tables = tables
+        self._program = functools.partial(
+            StepProgram,
+            tables=tables,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            has_aux=has_aux,
+            microbatches=microbatches,
+        )
+        self._staleness = staleness
+        self._donate = donate
+
+    def __missing__(self, sizes: tuple[int, ...]) -> Compiled:
+        names = sorted(self._tables)
+        handles = {name: self._tables[name].handle(tokens) for name, tokens in zip(names, sizes, strict=True)}
+        self[sizes] = Compiled(self._program(handles=handles), self._staleness, self._donate)
+        return self[sizes]
+
+
 def _require_pieces(batch: Any, ranks: int, count: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)

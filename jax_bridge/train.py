@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import batches, global_ops, runtime, snapshots
+from . import batches, global_ops, ownership, runtime, snapshots
 from .embedding import AsyncEmbedding
 from .errors import AsyncEmbError, FailedContextError, IdError, PipelineError
+from .snapshot_checks import validate
 from .snapshots import Snapshot
-from .step_program import Compiled, LossFunction, StepProgram, StepState
+from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
 from .token_ids import as_int32
-from .train_checks import check_arguments, require_usable
+from .train_checks import check_arguments, lost_update, require_last, require_usable
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -71,10 +71,6 @@ def train_step(
     )
 
 
-# By context: the step whose work is under way there.
-_owners: weakref.WeakValueDictionary[int, TrainStep] = weakref.WeakValueDictionary()
-
-
 class TrainStep:
     """A training step; see ``train_step``. As a context manager it closes its contexts, also when the block raises."""
 
@@ -94,14 +90,10 @@ class TrainStep:
         check_arguments(tables, loss_fn, optimizer, ids_of, staleness, microbatches, donate)
         self.tables = dict(tables)
         self.staleness = staleness
-        self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._ids_of = ids_of
-        self._microbatches = microbatches
-        self._has_aux = has_aux
         self._sync_errors = sync_errors
-        self._donate = donate
-        self._programs: dict[tuple[int, ...], Compiled] = {}
+        self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
         self._current: Compiled | None = None
         self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
         self._owned: set[int] = set()  # contexts that were begun here
@@ -111,6 +103,7 @@ class TrainStep:
         self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
         self._failure_told = False  # a context has failed, and the caller knows
         self._unwanted = False  # a lookup is armed though no batch was announced
+        self._unsaved: Any = None  # state.step where gradients are staged that neither a flush nor a snapshot has
 
     # ---- the loop ----
 
@@ -165,6 +158,7 @@ class TrainStep:
                 state = self._arm(state, placed, compiled)
             state, metrics = compiled.step(state, batch, placed, next_placed)
             self._last, self._armed, self._unwanted = state.pins, next_ids, next_ids is None
+            self._unsaved = state.step
         self._in_flight.append(metrics["loss"])
         if self._sync_errors:
             self._check_and_hand_over(state)
@@ -260,7 +254,9 @@ class TrainStep:
         self._require_last(state)
         jax.block_until_ready(state)
         handles = {} if self._current is None else self._current.program.handles
-        return snapshots.take(self.tables, handles, state, self._armed)
+        taken = snapshots.take(self.tables, handles, state, self._armed)
+        self._unsaved = None
+        return taken
 
     def restore(self, snapshot: Snapshot) -> StepState:
         """The state of a snapshot, on this step's mesh. Drops what an earlier state had under way.
@@ -270,10 +266,11 @@ class TrainStep:
         of devices must divide: for any other number, flush before the snapshot.
 
         Raises:
-            ContextError: the snapshot is of other tables, or another schedule.
+            ContextError: what the snapshot holds does not fit: keys that are missing, other tables, dtypes or shapes,
+                another schedule. Every problem is listed, and nothing has been dropped.
         """
+        validate(self.tables, snapshot, staleness=self.staleness, optimizer=self._optimizer)
         tables = snapshots.tables_of(self.tables, snapshot)
-        snapshots.require_staleness(snapshot, self.staleness)
         self._restart()
         state = self._state(snapshot["params"], snapshot["opt_state"], tables, snapshot["step"])
         if snapshot["staged"]:
@@ -301,7 +298,7 @@ class TrainStep:
 
     def program_for(self, batch: Any) -> StepProgram:
         """The traced parts for batches of this one's size."""
-        return self._program(batches.sizes_of(self._ids(batch))).program
+        return self._programs[batches.sizes_of(self._ids(batch))].program
 
     # ---- states ----
 
@@ -319,32 +316,12 @@ class TrainStep:
         return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}
 
     def _require_last(self, state: StepState) -> None:
-        if self._last is None or state.pins is self._last:
-            return
-        if not all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, state.pins, self._last))):
-            raise PipelineError(
-                "async_emb: this is not the state that the last call returned. With staleness 1 gradients and a lookup "
-                "are under way that belong to that state alone: go on from it, or flush it, or restore a snapshot, or "
-                "begin anew with init"
-            )
+        require_last(state, self._last)
 
     # ---- programs and contexts ----
 
-    def _program(self, sizes: tuple[int, ...]) -> Compiled:
-        if sizes not in self._programs:
-            program = StepProgram(
-                tables=self.tables,
-                handles={name: self.tables[name].handle(n) for name, n in zip(sorted(self.tables), sizes, strict=True)},
-                loss_fn=self._loss_fn,
-                optimizer=self._optimizer,
-                has_aux=self._has_aux,
-                microbatches=self._microbatches,
-            )
-            self._programs[sizes] = Compiled(program, self.staleness, self._donate)
-        return self._programs[sizes]
-
     def _compiled(self, sizes: tuple[int, ...]) -> Compiled:
-        compiled = self._program(sizes)
+        compiled = self._programs[sizes]
         if self._last is not None and self._current is not None:
             batches.require_same_sizes(self.tables, self._current.sizes, sizes)
         self._current = compiled
@@ -352,23 +329,7 @@ class TrainStep:
 
     def _use(self, compiled: Compiled) -> None:
         """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
-        for handle in compiled.program.handles.values():
-            begun = handle.context_id in self._owned
-            if not begun or _owners.get(handle.context_id) is not self:
-                if begun and self._last is not None:
-                    raise PipelineError(
-                        f"async_emb {handle.name!r}: another TrainStep has begun on a table of this name since, and "
-                        "what was under way here (staged gradients, a lookup) is dropped. Restore a snapshot or begin "
-                        "anew with init, and give tables that train side by side different names"
-                    )
-                if runtime.is_open(handle):
-                    # Left by a step that was given up, or by another step at rest. Its programs may still run.
-                    with contextlib.suppress(Exception):
-                        jax.effects_barrier()
-                    runtime.close_context(handle)
-                self._owned.add(handle.context_id)
-                _owners[handle.context_id] = self
-            runtime.open_context(handle)
+        ownership.take(self, compiled.program.handles.values(), self._owned, under_way=self._last is not None)
 
     def _restart(self) -> None:
         with contextlib.suppress(Exception):
@@ -394,7 +355,11 @@ class TrainStep:
     def _give_up(self) -> None:
         self._in_flight.clear()
         self._failure_told = False
-        self._last, self._armed, self._unwanted = None, None, False
+        self._last, self._armed, self._unwanted, self._unsaved = None, None, False, None
+
+    def _unflushed(self) -> str | None:
+        """What to warn of where a block is left now, without an exception: gradients that nobody would ever apply."""
+        return None if self._unsaved is None else lost_update(self.tables, self._unsaved)
 
     # ---- ids and lookups ----
 

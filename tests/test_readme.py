@@ -1,19 +1,61 @@
-"""The README's example runs as it stands there."""
+"""The programs in the documentation run as they stand there."""
 
+from __future__ import annotations
+
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+HOST_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
-def test_the_example_runs_and_learns() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def blocks_of(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def run(program: str, folder: Path) -> str:
+    """What a program prints that is started in an empty folder, as a file that somebody has copied it into."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": HOST_DEVICES, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program]
     result = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, timeout=300, cwd=README.parent, check=False
+        command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment, check=False
     )
     assert result.returncode == 0, result.stderr
-    loss, shape = result.stdout.split(maxsplit=1)
+    return result.stdout
+
+
+def block_with(document: str, text: str) -> str:
+    (block,) = [block for block in blocks_of(document) if text in block]
+    return block
+
+
+def test_the_example_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
+    (example,) = blocks_of("README.md")
+    loss, shape = run(example, tmp_path).split(maxsplit=1)
     assert float(loss) < 0.2  # the mean square of the targets is 0.5
     assert shape.strip() == "(3, 16)"
+
+
+def test_a_step_of_ones_own_runs_and_learns(tmp_path: Path) -> None:
+    loss, norm = run(block_with("docs/step.md", "ae.lookup_start("), tmp_path).split()
+    assert float(loss) < 2  # a row of zeros has 8: half of its 16 columns
+    assert float(norm) > 0
+
+
+def test_a_run_that_was_saved_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    steps, loss = run(block_with("docs/step.md", "pickle.load("), tmp_path).split()
+    assert int(steps) == 20
+    assert float(loss) > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pickle"]
+
+
+def test_the_timeline_is_recorded_as_written(tmp_path: Path) -> None:
+    assert run(block_with("docs/step.md", "start_timeline()"), tmp_path) == "", "no step has run in between"
+
+
+def test_every_program_of_these_documents_has_a_test() -> None:
+    assert len(blocks_of("README.md")) == 1
+    assert len(blocks_of("docs/step.md")) == 3

@@ -243,3 +243,37 @@ def assert_trains_like_the_oracle(handle: AsyncEmbContextHandle) -> None:
 def tokens_on(handle: AsyncEmbContextHandle) -> NamedSharding:
     """Where arrays with one entry for each token lie."""
     return NamedSharding(handle.mesh, P(handle.data_axis))
+
+
+class Calls:
+    """Each operation as a program of its own, on one table."""
+
+    def __init__(self, handle: Any, mesh: Any = None) -> None:
+        arrays, batch, gate, results = specs_of(handle)
+        mesh = handle.mesh if mesh is None else mesh
+
+        def program(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+            donated = (0,) if in_specs[0] is arrays else ()
+            sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+            return jax.jit(sharded, donate_argnums=donated)
+
+        def lookup_start(arrays: Arrays, ids: Any, gate: Any) -> Any:
+            table, pin = ops.lookup_start(ids, arrays.table, gate, handle)
+            return arrays._replace(table=table), pin
+
+        def update_start(arrays: Arrays, gate: Any) -> Any:
+            rule = RULE
+            table, state, pin = ops.rowwise_adagrad_update_start(
+                *arrays, gate, handle, learning_rate=rule.learning_rate, eps=rule.eps, decay_factor=rule.state_decay
+            )
+            return Arrays(table, state), pin
+
+        self.lookup_start = program(lookup_start, (arrays, batch.ids, gate), (arrays, gate))
+        self.lookup_done = program(
+            lambda pin, ids: ops.lookup_done(pin, handle, token_ids=ids), (gate, batch.ids), batch.grads
+        )
+        self.stage_update = program(
+            lambda grads, gate: ops.stage_update(grads, None, None, True, gate, handle), (batch.grads, gate), gate
+        )
+        self.update_start = program(update_start, (arrays, gate), (arrays, gate))
+        self.update_done = program(lambda gate: ops.rowwise_adagrad_update_done(gate, handle)[:3], (gate,), results)

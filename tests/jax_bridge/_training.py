@@ -186,6 +186,27 @@ class Rehearsal:
                 assert_same_bits(table["last_step"], simulation.last_step, f"{name} last_step")
 
 
+def on_device(batch: Any) -> Any:
+    """The batch with its ids where only the devices can look at them."""
+    return batch | {"ids": jax.tree.map(jnp.asarray, batch["ids"])}
+
+
+def with_id(batch: Any, name: str, position: int, value: int) -> Any:
+    ids = {key: x.copy() for key, x in batch["ids"].items()}
+    ids[name].reshape(-1)[position] = value
+    return batch | {"ids": ids}
+
+
+def assert_goes_on(step: Any, state: Any, rehearsal: Rehearsal, batches: list[Any]) -> None:
+    """From ``state``, training on gives what the rehearsal, trained on, says."""
+    state, _ = run(step, state, batches)
+    state = step.flush(state)
+    for batch in batches:
+        rehearsal.step(batch)
+    rehearsal.flush()
+    rehearsal.assert_state(step, state)
+
+
 def close_everything() -> None:
     """For tests that count open contexts: others may have left some."""
     for context_id in native().open_contexts():

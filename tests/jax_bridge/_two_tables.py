@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,15 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jax_bridge import AsyncEmbedding, RowwiseAdagrad, TrainStep, train_step
+from jax_bridge import AsyncEmbedding, RowwiseAdagrad, TrainStep, train_step, with_next
+
+from . import _training as training
+from ._programs import mesh_of
 
 NAMES = ("items", "users")
 ROWS = {"items": 53, "users": 101}
 WIDTH = 8
+STEPS = 30  # of train_real_model
 TOKENS = 64  # on four devices 64 bytes of ids, which JAX would read in place if it were let
 
 LossFunction = Callable[[Any, Mapping[str, Any], Any], Any]
@@ -85,3 +90,38 @@ def scanned(step: TrainStep) -> Any:
 def next_ids_of(batches: list[dict[str, Any]]) -> dict[str, Any]:
     """What each step of a scan arms: the ids of the batch after it; the last arms its own again."""
     return ids_of(stacked([*batches[1:], batches[-1]]))
+
+
+@functools.cache
+def train_real_model(
+    ranks: int, staleness: int, microbatches: int = 1, explicit: bool = False
+) -> tuple[Any, Any, list[float], Any]:
+    """(params, tables, losses, first tables)."""
+    mesh = mesh_of(ranks, explicit=explicit)
+    tables = {
+        name: AsyncEmbedding(
+            mesh,
+            table_axis="table",
+            rows=ROWS[name],
+            width=WIDTH,
+            name=name,
+            optimizer=RowwiseAdagrad(learning_rate=0.05, half_life=20),
+            init=training.quick_init,
+        )
+        for name in NAMES
+    }
+    options = {"ids_of": ids_of, "staleness": staleness, "microbatches": microbatches}
+    with train_step(tables, mean_loss, optax.sgd(0.05), **options) as step:
+        state = step.init(make_params(), jax.random.key(0))
+        first = {name: table.to_arrays(state.tables[name])[0] for name, table in step.tables.items()}
+        losses = []
+        for batch, upcoming in with_next(make_batches(STEPS)):
+            state, metrics = step(state, batch, upcoming)
+            losses.append(metrics["loss"])
+        state = step.flush(state)
+        tables = {name: table.to_arrays(state.tables[name])[0] for name, table in step.tables.items()}
+        return jax.device_get(state.params), tables, [float(x) for x in losses], first
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, wanted)

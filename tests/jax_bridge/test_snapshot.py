@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_bridge import ContextError, IdError, PipelineError, RowwiseAdagrad, TrainStep, with_next
+from jax_bridge import IdError, PipelineError, RowwiseAdagrad, TrainStep, with_next
 
 from . import _training as training
 from ._programs import assert_same_bits
@@ -95,7 +95,7 @@ def test_the_batch_that_was_announced_is_still_expected(taken):
     snapshot, wanted = taken
     with training.shared_step(2, 1) as step:
         state = step.restore(snapshot)
-        with pytest.raises(PipelineError, match=r"step 3 was given another batch"):
+        with pytest.raises(PipelineError, match=r"the call with state\.step=3 was given another batch"):
             step(state, BATCHES[AT + 1])
         training.assert_same_arrays(finish(step, state), wanted)
 
@@ -190,39 +190,7 @@ def test_a_skipped_step_that_is_staged_stays_skipped():
         training.assert_same_arrays(finish(step, step.restore(snapshot)), wanted)
 
 
-# ---- what does not fit ----
-
-
-def test_a_snapshot_of_other_tables_is_refused_by_name(taken):
-    snapshot, wanted = taken
-    with training.shared_step(2, 1) as step:
-        state, _ = training.train(step, training.start(step), pairs(BATCHES[:AT], BATCHES[AT]))
-        tables = snapshot["tables"]
-        with pytest.raises(
-            ContextError, match=r"snapshot has tables \['users'\], but the step has \['items', 'users'\]"
-        ):
-            step.restore(snapshot | {"tables": {"users": tables["users"]}})
-        with pytest.raises(ContextError, match=r"'items': weights have shape \[31, 10\], but the table is \[19, 6\]"):
-            step.restore(snapshot | {"tables": tables | {"items": tables["users"]}})
-        lazy = tables["items"] | {"optimizer": tables["items"]["optimizer"] | {"last_step": np.zeros(19, np.int32)}}
-        with pytest.raises(
-            ContextError, match=r"'items': the optimizer's arrays are .*last_step.* needs .*float32\[19\]"
-        ):
-            step.restore(snapshot | {"tables": tables | {"items": lazy}})
-        training.assert_same_arrays(finish(step, state), wanted)  # nothing was dropped by what was refused
-
-
-def test_staged_gradients_need_staleness_one(taken):
-    with training.shared_step(2, 0) as step, pytest.raises(ContextError, match="restore it with staleness=1 and flush"):
-        step.restore(taken[0])
-
-
-def test_staged_gradients_of_another_shape_are_refused(taken):
-    snapshot, _ = taken
-    staged = snapshot["staged"] | {"items": snapshot["staged"]["items"] | {"grads": np.zeros((72, 5), np.float32)}}
-    message = r"staged gradients of 'items' have shape \[72, 5\], but the step needs \[72, 6\]"
-    with training.shared_step(2, 1) as step, pytest.raises(ContextError, match=message):
-        step.restore(snapshot | {"staged": staged})
+# ---- what follows a restore ----
 
 
 def test_a_batch_of_another_size_needs_a_flush_after_restore_too(taken):

@@ -158,17 +158,6 @@ def test_mark_is_differentiable_and_records_an_event_on_each_device(handle):
         order.mark(x, "seen", mesh=handle.mesh)
 
 
-def test_a_call_of_ours_inside_checkpoint_is_refused_by_jax(handle):
-    """The route is to look up outside, and to checkpoint what follows (test_gradients.py)."""
-    start, batch = per_shard.make_start(), per_shard.make_batches(1)[0]
-
-    def loss(scale: Any) -> Any:
-        return (scale * lookup(handle)(jnp.asarray(start.table), batch.ids)).sum()
-
-    with pytest.raises(NotImplementedError, match=r"[Ee]ffects"):
-        jax.grad(jax.checkpoint(loss))(1.0)
-
-
 # ---- ahead of time ----
 
 
