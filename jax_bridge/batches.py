@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from . import global_ops
 from .embedding import AsyncEmbedding
 from .errors import ContextError, PipelineError
+from .placing import put
 
 Tables = Mapping[str, AsyncEmbedding]
 Ids = dict[str, Any]
@@ -67,7 +67,7 @@ def place(tables: Tables, ids: Ids) -> Ids:
     placed = {}
     for name, x in ids.items():
         handle = tables[name].smallest_handle()
-        placed[name] = jax.device_put(x, NamedSharding(handle.mesh, global_ops.token_spec(handle)))
+        placed[name] = put(x, NamedSharding(handle.mesh, global_ops.token_spec(handle)))
     return placed
 
 

@@ -24,6 +24,7 @@ from .axes import (
 )
 from .errors import Problem, show
 from .mesh import pad_width
+from .nodes import node_sizes, processes_in_order, split_process
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -82,7 +83,7 @@ def check(arguments: Arguments) -> Checked:
     """Runs every check that can run."""
     of_mesh = mesh_problems(arguments.mesh)
     shape = mesh_shape(arguments.mesh)
-    num_devices = None if of_mesh else arguments.mesh.devices.size
+    mesh = None if of_mesh else arguments.mesh
     alone: list[Problem] = [*of_mesh]
     table = data = group_size = None
     if shape is not None:
@@ -98,7 +99,7 @@ def check(arguments: Arguments) -> Checked:
         value = getattr(arguments, argument)
         if argument == "logical_width" and value is None:
             continue
-        if problem := _not_a_positive_integer(argument, value, group_size, num_devices):
+        if problem := _not_a_positive_integer(argument, value, group_size, mesh):
             alone.append(problem)
         else:
             integers[argument] = int(value)
@@ -117,13 +118,12 @@ def check(arguments: Arguments) -> Checked:
             contract += _uneven("tokens_per_batch", integers, group_size, ranks)
             contract += _uneven("emb_width", integers, group_size, ranks)
 
-    problems = (*alone, *contract, *_limit_problems(integers, num_devices))
+    of_nodes = [] if mesh is None else _node_problems(integers, mesh)
+    problems = (*alone, *contract, *_limit_problems(integers), *of_nodes)
     return Checked(problems, table, data, group_size, integers, dtype, padding_id)
 
 
-def _not_a_positive_integer(
-    argument: str, value: object, group_size: int | None, num_devices: int | None
-) -> Problem | None:
+def _not_a_positive_integer(argument: str, value: object, group_size: int | None, mesh: Any) -> Problem | None:
     meaning = f"{argument} is {_MEANINGS[argument]}."
     if is_integer(value):
         if value > 0:
@@ -136,8 +136,8 @@ def _not_a_positive_integer(
     nearest: tuple[int, int] | None = None
     if argument in ("tokens_per_batch", "emb_width") and group_size is not None:
         nearest = nearest_multiples(number, group_size, _LIMITS[argument])
-    elif argument == "num_devices_per_node" and num_devices is not None:
-        nearest = nearest_divisors(number, num_devices)
+    elif argument == "num_devices_per_node" and mesh is not None:
+        nearest = nearest_of(number, node_sizes(mesh))
     elif argument in ("num_unique", "logical_width"):
         nearest = nearest_multiples(number, 1, MAX_TOKENS)
     advice = f" Write {' or '.join(map(str, sorted(set(nearest))))}." if nearest else ""
@@ -197,7 +197,7 @@ def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str
     yield Problem(message, (reason, advice))
 
 
-def _limit_problems(integers: dict[str, int], num_devices: int | None) -> Iterator[Problem]:
+def _limit_problems(integers: dict[str, int]) -> Iterator[Problem]:
     for argument, limit in _LIMITS.items():
         if integers.get(argument, 0) > limit:
             unit = "the width limit of the kernels" if argument == "emb_width" else "the limit"
@@ -207,9 +207,14 @@ def _limit_problems(integers: dict[str, int], num_devices: int | None) -> Iterat
     if width is not None and logical_width is not None and logical_width > width:
         message = f"async_emb logical_width={show(logical_width)} is above emb_width={show(width)}"
         yield Problem(message, (f"logical_width is {_MEANINGS['logical_width']}; emb_width counts them all.",))
-    # What the processes of the mesh really are belongs here too, once a context spans several.
+
+
+def _node_problems(integers: dict[str, int], mesh: Any) -> Iterator[Problem]:
     per_node = integers.get("num_devices_per_node")
-    if per_node is not None and num_devices is not None and num_devices % per_node:
+    if per_node is None:
+        return
+    num_devices = mesh.devices.size
+    if num_devices % per_node:
         message = (
             f"async_emb num_devices_per_node={show(per_node)} does not divide the {num_devices} devices of the mesh"
         )
@@ -218,8 +223,28 @@ def _limit_problems(integers: dict[str, int], num_devices: int | None) -> Iterat
             f"{num_devices} = {num_devices // per_node} * {show(per_node)} + {num_devices % per_node}, "
             f"remainder {num_devices % per_node}."
         )
-        valid = " or ".join(map(str, sorted(set(nearest_divisors(per_node, num_devices)))))
-        yield Problem(message, (reason, f"The nearest valid num_devices_per_node is {valid}."))
+        yield Problem(message, (reason, _valid_node_sizes(per_node, mesh)))
+        return
+    processes = processes_in_order(mesh)
+    if (split := split_process(processes, per_node)) is not None:
+        process, first, second = split
+        message = (
+            f"async_emb num_devices_per_node={per_node} puts devices of process {process} on two nodes, but a process "
+            "runs on one"
+        )
+        reason = (
+            f"A node has {per_node} devices that follow each other in the mesh. Positions {first} and {second} are of "
+            f"process {process} and would lie on nodes {first // per_node} and {second // per_node}; the processes in "
+            f"the order of the mesh are {show(processes)}."
+        )
+        order = "Or order the devices of the mesh by process (jax.make_mesh does)."
+        advice = (_valid_node_sizes(per_node, mesh), *([order] if processes != sorted(processes) else []))
+        yield Problem(message, (reason, *advice))
+
+
+def _valid_node_sizes(per_node: int, mesh: Any) -> str:
+    valid = " or ".join(map(str, sorted(set(nearest_of(per_node, node_sizes(mesh))))))
+    return f"The nearest valid num_devices_per_node is {valid}."
 
 
 def nearest_multiples(value: int | float, step: int, limit: int) -> tuple[int, int]:
@@ -230,10 +255,10 @@ def nearest_multiples(value: int | float, step: int, limit: int) -> tuple[int, i
     return below, above
 
 
-def nearest_divisors(value: int | float, total: int) -> tuple[int, int]:
-    divisors = [number for number in range(1, total + 1) if total % number == 0]
-    below = max((number for number in divisors if number <= value), default=divisors[0])
-    above = min((number for number in divisors if number >= value), default=divisors[-1])
+def nearest_of(value: int | float, choices: Sequence[int]) -> tuple[int, int]:
+    """The choices (ascending, not empty) around ``value``, below and above; the same if there is but one."""
+    below = max((number for number in choices if number <= value), default=choices[0])
+    above = min((number for number in choices if number >= value), default=choices[-1])
     return below, above
 
 

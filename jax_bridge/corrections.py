@@ -17,10 +17,11 @@ from .checks import (
     as_number,
     check,
     is_integer,
-    nearest_divisors,
     nearest_multiples,
+    nearest_of,
     read_dtype,
 )
+from .nodes import node_sizes
 
 
 def find_corrections(arguments: Arguments, checked: Checked) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ def _better_values(arguments: Arguments, group_size: int, upper: bool) -> dict[s
         wanted = tokens if tokens is not None and not 1 <= num_unique <= MAX_TOKENS else num_unique
         changes["num_unique"] = nearest_multiples(wanted, 1, MAX_TOKENS)[upper]
     if per_node is not None:
-        changes["num_devices_per_node"] = nearest_divisors(per_node, arguments.mesh.devices.size)[upper]
+        changes["num_devices_per_node"] = nearest_of(per_node, node_sizes(arguments.mesh))[upper]
     if width is not None:
         padded = nearest_multiples(max(width, logical_width or 1), group_size, MAX_WIDTH)[True]
         changes["emb_width"] = padded

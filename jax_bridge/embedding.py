@@ -20,6 +20,7 @@ from .errors import AsyncEmbError, ContextError, ContextWarning, FailedContextEr
 from .ffi import TransformationError
 from .mesh import pad_width
 from .optimizers import RowOptimizer
+from .placing import fetch, put
 from .table_checks import TableArguments, check_table, ranks_of
 from .token_ids import as_int32, as_integers, require_in_table
 
@@ -155,8 +156,8 @@ class AsyncEmbedding:
 
     def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """The logical table [rows, width] and the optimizer's arrays, as host arrays, whatever the layout."""
-        weights = np.asarray(jax.device_get(state.weights))[:, : self.width].copy()
-        return weights, {name: np.array(jax.device_get(x)) for name, x in state.optimizer.items()}
+        weights = fetch(state.weights)[:, : self.width].copy()
+        return weights, {name: fetch(x) for name, x in state.optimizer.items()}
 
     # ---- evaluation ----
 
@@ -170,7 +171,7 @@ class AsyncEmbedding:
             TransformationError: the call is inside of jax.jit, jax.grad, jax.vmap or the like.
         """
         self._require_arrays({"token_ids": token_ids, "state": state})
-        ids = self.prepare_ids(np.asarray(jax.device_get(token_ids)))
+        ids = self.prepare_ids(fetch(token_ids))
         flat = ids.reshape(-1)
         if state.weights.is_deleted():
             raise PipelineError(
@@ -186,7 +187,7 @@ class AsyncEmbedding:
         handle = self.handle(tokens, "lookup")
         # The tail repeats the last id: any id reads the same whatever its neighbours are.
         padded = np.concatenate([flat, np.full(tokens - flat.size, flat[-1], flat.dtype)])
-        placed = jax.device_put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
+        placed = put(padded, NamedSharding(self.mesh, global_ops.token_spec(handle)))
         self._require_arrays({"the call": placed})  # a function that is being traced may have closed over arrays
         runtime.open_context(handle)  # it may have been closed since the program was traced
         try:
@@ -195,7 +196,7 @@ class AsyncEmbedding:
             runtime.close_context(handle)  # the next lookup opens it anew, whatever this one has left
             raise
         # On the host, where a new shape compiles nothing.
-        return jax.device_put(np.asarray(rows)[: flat.size].reshape(*ids.shape, self.width))
+        return jax.device_put(fetch(rows)[: flat.size].reshape(*ids.shape, self.width))
 
     def _require_arrays(self, given: dict[str, Any]) -> None:
         traced = [what for what, x in given.items() if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(x))]

@@ -20,6 +20,7 @@ from . import ops, order
 from .context import AsyncEmbContextHandle
 from .errors import ContextError
 from .ffi import as_varying, call
+from .placing import put
 from .runtime import open_context
 
 
@@ -35,7 +36,7 @@ def table_spec(handle: AsyncEmbContextHandle) -> P:
 
 def first_gate(handle: AsyncEmbContextHandle) -> Any:
     """A gate that waits for nothing: float32 [group_size]."""
-    return jax.device_put(np.zeros(handle.group_size, np.float32), NamedSharding(handle.mesh, token_spec(handle)))
+    return put(np.zeros(handle.group_size, np.float32), NamedSharding(handle.mesh, token_spec(handle)))
 
 
 def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextHandle) -> tuple[Any, Any]:

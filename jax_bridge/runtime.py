@@ -17,6 +17,8 @@ import jax
 
 from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError, IdError, PipelineError
+from .placing import spans_processes
+from .token_ids import advice_on_ids
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
@@ -66,6 +68,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
     if module.is_open(handle.context_id):
         return
     gpus = _local_gpus(handle)
+    processes = {device.id: device.process_index for device in handle.mesh.devices.flat}
+    transports = _meet(handle) if spans_processes(handle.mesh) else []
     try:
         module.open_context(
             {
@@ -75,8 +79,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "group_size": handle.group_size,
                 "devices": list(handle.flatten_replicas),
                 "gpus": [gpus[device] for device in handle.flatten_replicas] if gpus else [],
-                "processes": [],
-                "process": 0,
+                "processes": [processes[device] for device in handle.flatten_replicas],
+                "process": jax.process_index(),
                 "token_blocks": list(handle.token_blocks),
                 "tokens_per_rank": handle.tokens_per_rank,
                 "emb_width": handle.emb_width,
@@ -87,6 +91,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "padding_id": handle.padding_id,
                 "lookup_only": handle.purpose == "lookup",
                 "timeout_seconds": timeout_seconds(),
+                "transports": transports,
             }
         )
     except (RuntimeError, MemoryError) as error:
@@ -224,8 +229,8 @@ def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError
         f"{problem['step']} is outside of the table's rows [0, {problem['rows']})"
     )
     error.add_note(
-        "It was dropped: its row read as zeros and its gradient went nowhere. Fix the ids, or choose "
-        "id_policy='drop' or 'clamp', or name it as padding_id."
+        "It was dropped: its row read as zeros and its gradient went nowhere. "
+        + advice_on_ids([problem["id"]], handle.padding_id)
     )
     return error
 
@@ -240,10 +245,10 @@ def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
             raise ContextError(
                 f"{where} is a {device.platform} device, but the native module has kernels for cpu and gpu (CUDA) only"
             )
-        if device.process_index != jax.process_index():
+        if device.process_index != jax.process_index() and device.platform == "gpu":
             raise ContextError(
                 f"{where} belongs to process {device.process_index}, but this is process {jax.process_index()}: tables "
-                "over several processes are not supported yet; make the mesh of one process's devices"
+                "over the GPUs of several processes are not supported yet; make the mesh of one process's devices"
             )
         if device.platform == "gpu":
             numbers[device.id] = device.local_hardware_id
@@ -258,3 +263,10 @@ def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
                 refusal.add_note(note)
             raise refusal from None
     return numbers
+
+
+def _meet(handle: AsyncEmbContextHandle) -> list[Any]:
+    """Agrees with the other processes of the mesh about the handle. What leads to them, for each of its groups."""
+    from .meeting import meet
+
+    return meet(handle, timeout_seconds())

@@ -12,9 +12,12 @@ from typing import Any, TypedDict
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState, with_dtype
+from .global_ops import token_spec
+from .placing import fetch, put, spans_processes
 from .runtime import is_open, native, open_context
 
 
@@ -52,7 +55,7 @@ def take(
     armed: Mapping[str, Any] | None,
 ) -> Snapshot:
     """The snapshot of a state at rest."""
-    host: Any = lambda tree: jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)  # noqa: E731
+    host: Any = lambda tree: jax.tree.map(fetch, tree)  # noqa: E731
     saved: dict[str, TableSnapshot] = {}
     for name, table in tables.items():
         weights, optimizer = table.to_arrays(state.tables[name])
@@ -63,7 +66,7 @@ def take(
     return {
         "params": host(state.params),
         "opt_state": host(state.opt_state),
-        "step": np.array(jax.device_get(state.step)),
+        "step": fetch(state.step),
         "tables": saved,
         "staged": staged,
         "armed": None if armed is None else host(dict(armed)),
@@ -95,18 +98,41 @@ def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], staged: Mapping
 
 
 def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
-    if not is_open(handle):
+    groups = native().staged(handle.context_id) if is_open(handle) else None
+    shape = (handle.group_size, handle.tokens_per_rank)
+    ids = np.full(shape, -1, np.int32)
+    grads = np.zeros((*shape, handle.emb_width), handle.dtype)
+    pending = np.zeros(handle.group_size, bool)
+    found = np.zeros(handle.group_size, bool)
+    for blocks, staged in zip(_local_blocks(handle), groups or [], strict=False):
+        if staged is None:
+            continue
+        block_ids, block_grads, all_pending = staged
+        ids[blocks] = np.frombuffer(block_ids, np.int32).reshape(-1, shape[1])
+        grads[blocks] = np.frombuffer(block_grads, handle.dtype).reshape(-1, *grads.shape[1:])
+        pending[blocks], found[blocks] = all_pending, True
+    if spans_processes(handle.mesh):
+        tokens = NamedSharding(handle.mesh, token_spec(handle))
+        ids, grads, pending, found = (fetch(put(x, tokens)) for x in (ids, grads, pending, found))
+    if not found.all():
         return None
-    staged = native().staged(handle.context_id)
-    if staged is None:
-        return None
-    ids, grads, pending = staged
-    rows = np.frombuffer(grads, handle.dtype).reshape(handle.tokens_per_batch, handle.emb_width)
     return {
-        "ids": np.frombuffer(ids, np.int32).copy(),
-        "grads": rows[:, : handle.logical_width].copy(),
-        "pending": np.array(bool(pending)),
+        "ids": ids.reshape(-1),
+        "grads": grads.reshape(handle.tokens_per_batch, -1)[:, : handle.logical_width].copy(),
+        "pending": np.array(bool(pending.all())),
     }
+
+
+def _local_blocks(handle: AsyncEmbContextHandle) -> list[list[int]]:
+    """For each group that has a rank in this process: the blocks of the token array that are here, ascending."""
+    here = {device.id for device in handle.mesh.devices.flat if device.process_index == jax.process_index()}
+    size = handle.group_size
+    groups = [handle.flatten_replicas[first : first + size] for first in range(0, len(handle.flatten_replicas), size)]
+    blocks = [
+        sorted(block for block, device in zip(handle.token_blocks, group, strict=True) if device in here)
+        for group in groups
+    ]
+    return [local for local in blocks if local]
 
 
 def _nothing_staged(handle: AsyncEmbContextHandle) -> StagedUpdate:

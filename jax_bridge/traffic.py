@@ -1,4 +1,4 @@
-"""How many bytes a step sends from one process to the others, and how long that takes: for planning, and for docs/scale.md.
+"""How many bytes a step sends from one process to the others, and how long that takes. See docs/scale.md.
 
 The model of time is Hockney's: a message of n bytes takes ``latency + n / bandwidth`` (R. Hockney, "The communication
 challenge for MPP", Parallel Computing 20, 1994). A process sends to its peers one after the other over one link.
@@ -50,8 +50,8 @@ def column_sharded(
     logical_width: int | None = None,
     process: int = 0,
 ) -> Traffic:
-    """A table that is sharded by columns, as this package does it: every process needs all ids, and sends its columns of
-    the rows of everybody's tokens.
+    """A table that is sharded by columns, as this package does it: every process needs all ids, and sends its columns
+    of the rows of everybody's tokens.
 
     Args:
         processes: of the group, with the same number of ranks each, neighbours in the order of the ranks.

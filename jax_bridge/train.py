@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,8 @@ from jax.sharding import NamedSharding
 
 from . import batches, global_ops, ownership, runtime, snapshots
 from .embedding import AsyncEmbedding
-from .errors import AsyncEmbError, FailedContextError, IdError, PipelineError
+from .errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
+from .placing import put, spans_processes
 from .snapshot_checks import validate
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
@@ -93,6 +95,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._ids_of = ids_of
         self._sync_errors = sync_errors
+        self._spans_processes = spans_processes(next(iter(self.tables.values())).mesh)
         self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
         self._current: Compiled | None = None
         self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
@@ -201,6 +204,7 @@ class TrainStep:
             raise
 
     def _check(self, wait: bool) -> None:
+        wait = wait or self._spans_processes  # all processes must raise at the same call
         count = len(self._in_flight)
         self._wait(every=wait)
         if not wait and 0 < count == len(self._in_flight):
@@ -238,6 +242,7 @@ class TrainStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        lost = self._unflushed() if error is None else None
         try:
             self.close()
         except Exception as another:
@@ -245,6 +250,8 @@ class TrainStep:
                 raise
             if isinstance(another, AsyncEmbError):
                 error.add_note(f"And on closing: {another}")
+        if lost is not None:
+            warnings.warn(ContextWarning(lost), stacklevel=2)
 
     # ---- snapshots ----
 
@@ -303,14 +310,20 @@ class TrainStep:
     # ---- states ----
 
     def _state(self, params: Any, opt_state: Any, tables: Any, step: Any) -> StepState:
-        params, opt_state, step = self._own((params, opt_state, np.asarray(step, np.int32)))
+        tree = (params, opt_state, np.asarray(step, np.int32))
+        if self._spans_processes:  # what a process has for itself, all have alike
+            tree = jax.tree.map(lambda x: put(x, self._replicated), tree)
+        params, opt_state, step = self._own(tree)
         return StepState(params, opt_state, tables, self._pins(), step)
 
     @functools.cached_property
     def _own(self) -> Callable[[Any], Any]:
         # A donated state must own its buffers; the caller keeps theirs.
-        replicated = NamedSharding(next(iter(self.tables.values())).mesh, jax.sharding.PartitionSpec())
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=replicated)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._replicated)
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(next(iter(self.tables.values())).mesh, jax.sharding.PartitionSpec())
 
     def _pins(self) -> dict[str, Any]:
         return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}

@@ -71,11 +71,12 @@ void open(const py::dict& fields) {
   if (spec.has_padding_id) spec.padding_id = fields["padding_id"].cast<std::int64_t>();
   spec.lookup_only = fields["lookup_only"].cast<bool>();
   spec.timeout_seconds = fields["timeout_seconds"].cast<double>();
+  const auto transports = fields["transports"].cast<context::Transports>();
   py::gil_scoped_release unlocked;
 #if defined(ASYNC_EMB_WITH_CUDA)
   context::set_gpu_source(cuda::device);
 #endif
-  context::open_context(spec);
+  context::open_context(spec, transports);
 }
 
 py::dict stats(std::int64_t id) {
@@ -147,13 +148,21 @@ py::object take_id_problem(std::int64_t id) {
   return first;
 }
 
-// (ids bytes, gradient bytes, pending) of the first group, or None. Groups hold copies of each other.
-py::object staged(std::int64_t id) {
-  const auto result = context::find_context(id)->groups().front()->staged();
-  if (!result) return py::none();
-  const char* ids = reinterpret_cast<const char*>(result->ids.data());
-  return py::make_tuple(py::bytes(ids, result->ids.size() * sizeof(std::int32_t)),
-                        py::bytes(result->grads.data(), result->grads.size()), result->pending);
+// For each group that has a rank in this process: (ids bytes, gradient bytes, pending) of the tokens of those ranks, or
+// None.
+py::list staged(std::int64_t id) {
+  py::list all;
+  for (const auto& group : context::find_context(id)->groups()) {
+    const auto result = group->staged();
+    if (!result) {
+      all.append(py::none());
+      continue;
+    }
+    const char* ids = reinterpret_cast<const char*>(result->ids.data());
+    all.append(py::make_tuple(py::bytes(ids, result->ids.size() * sizeof(std::int32_t)),
+                              py::bytes(result->grads.data(), result->grads.size()), result->pending));
+  }
+  return all;
 }
 
 void restore_staged(std::int64_t id, const std::string& ids, const std::string& grads, bool pending) {

@@ -206,6 +206,7 @@ class NativeRanks:
             "gpus": [0] * case.ranks,
             "processes": [],
             "process": 0,
+            "transports": [],
             "token_blocks": list(case.blocks),
             "tokens_per_rank": case.tokens // case.ranks,
             "emb_width": case.width,

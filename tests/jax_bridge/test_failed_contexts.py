@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,9 @@ def test_a_host_call_says_why_a_context_has_failed_as_often_as_it_is_asked():
         runtime.abort_context(handle, "an operator gave up")
         runtime.abort_context(handle, "a second reason")
         for _ in range(2):
-            with pytest.raises(FailedContextError, match="^async_emb context 'given up' was aborted: an operator gave"):
+            with pytest.raises(
+                FailedContextError, match=r"^async_emb context 'given up' was aborted: an operator gave"
+            ):
                 runtime.check(handle)
         runtime.close_context(handle)
         runtime.open_context(handle)
@@ -36,7 +39,7 @@ def abort(step: TrainStep, name: str = "users") -> None:
 
 
 def three_steps(step: TrainStep) -> Any:
-    state, _ = training.train(step, training.start(step), [*zip(BATCHES[:3], BATCHES[1:4], strict=True)])
+    state, _ = training.train(step, training.start(step), [*itertools.pairwise(BATCHES[:4])])
     return state
 
 
@@ -55,7 +58,7 @@ def test_every_call_of_a_train_step_says_why_a_context_has_failed(call):
     with training.shared_step(2, 1) as step:
         state = three_steps(step)
         abort(step)
-        with pytest.raises(FailedContextError, match="^async_emb context 'users' was aborted: an operator gave") as told:
+        with pytest.raises(FailedContextError, match=r"^async_emb context 'users' was aborted: an operator") as told:
             HOST_CALLS[call](step, state)
         assert "init and restore" in told.value.__notes__[0]
         assert isinstance(told.value, PipelineError)
@@ -75,7 +78,7 @@ def test_a_failure_in_the_middle_of_a_step_is_told_in_its_own_words():
     with training.make_step(2, 1, loss_fn=loss_fn) as step:
         step(training.start(step), BATCHES[0], BATCHES[1])
         for _ in range(2):
-            with pytest.raises(FailedContextError, match="^async_emb context 'users' was aborted: an operator gave"):
+            with pytest.raises(FailedContextError, match=r"^async_emb context 'users' was aborted: an operator gave"):
                 step.check(wait=True)
 
 
@@ -89,9 +92,12 @@ def test_a_failure_that_was_told_is_not_told_again_when_the_block_ends():
 
 
 def test_a_failure_that_nobody_was_told_is_raised_when_the_block_ends():
-    with pytest.raises(FailedContextError, match="an operator gave up"), training.make_step(2, 1) as step:
-        three_steps(step)
-        abort(step)
+    step = training.make_step(2, 1)
+    step.__enter__()
+    three_steps(step)
+    abort(step)
+    with pytest.raises(FailedContextError, match="an operator gave up"):
+        step.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("again", ["restore", "init"])

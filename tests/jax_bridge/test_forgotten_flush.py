@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jax_bridge import with_next
+from jax_bridge import ContextWarning, with_next
 
 from . import _training as training
 
@@ -21,6 +21,28 @@ LOST = (
 def step():
     with training.shared_step(2, 1) as step:
         yield step
+
+
+def test_leaving_the_block_without_a_flush_warns():
+    with pytest.warns(ContextWarning) as warned, training.make_step(2, 1) as step:
+        training.run(step, training.start(step), BATCHES)
+    (warning,) = warned
+    assert str(warning.message) == LOST
+    assert warning.filename == __file__
+
+
+@pytest.mark.filterwarnings("error::jax_bridge.ContextWarning")
+def test_leaving_the_block_after_a_flush_or_by_an_exception_warns_of_nothing():
+    with training.shared_step(2, 1) as step:
+        step.flush(training.run(step, training.start(step), BATCHES)[0])
+
+    def interrupted() -> None:
+        with training.shared_step(2, 1) as step:
+            training.run(step, training.start(step), BATCHES)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 def test_what_is_staged_is_named_with_its_tables_and_step(step):
