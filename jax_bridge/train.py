@@ -242,7 +242,7 @@ class TrainStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        lost = self._unflushed() if error is None else None
+        lost = self._unflushed() if error is None and not self._failure_told else None
         try:
             self.close()
         except Exception as another:
