@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from torch_ext._load import load
+
+# Its types are incomplete: what is used here exists in all supported versions.
+dist: Any = torch.distributed
 
 __all__ = ["ProcessGroupError", "connect", "local_address_towards", "release_store", "serve_store"]
 
@@ -45,12 +48,12 @@ def serve_store(host: str, *, port: int = 0, timeout_seconds: float = 300.0) -> 
 
     Raises ProcessGroupError if torch has no distributed package, or if the port is taken.
     """
-    _require_distributed()
+    require_distributed()
     store = _served.get(host)
     if store is None or port not in (0, store.port):
-        store = _store(host, port, serves=True, timeout_seconds=timeout_seconds)
+        store = open_store(host, port, serves=True, timeout_seconds=timeout_seconds)
         _served[host] = store
-    return _join_address(host, store.port)
+    return join_address(host, store.port)
 
 
 def connect(
@@ -77,14 +80,14 @@ def connect(
 
     Returns ``torch_ext._C.Transport``. Raises ProcessGroupError, also if the others do not come in time.
     """
-    _require_distributed()
+    require_distributed()
     store_host, port = split_address(address)
     devices = _devices(host or local_address_towards(address))
     if hosts_store:
         serve_store(store_host, port=port, timeout_seconds=timeout_seconds)
     stores = _joined.get(address)
     if stores is None:
-        join = lambda: _store(store_host, port, serves=False, timeout_seconds=timeout_seconds)  # noqa: E731
+        join = lambda: open_store(store_host, port, serves=False, timeout_seconds=timeout_seconds)  # noqa: E731
         stores = _joined[address] = _Stores(join(), join())
 
     options = dist.ProcessGroupGloo._Options()
@@ -124,18 +127,20 @@ def local_address_towards(address: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """"host:port" or "[host]:port" in two."""
+    """ "host:port" or "[host]:port" in two."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ProcessGroupError(f"{address!r} is not an address: give it as 'host:port'")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _join_address(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """The opposite of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _require_distributed() -> None:
+def require_distributed() -> None:
+    """Raises ProcessGroupError if this torch cannot connect processes."""
     if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
         raise ProcessGroupError(
             "this build of torch has no torch.distributed with Gloo, which tables over several processes need: install "
@@ -143,8 +148,9 @@ def _require_distributed() -> None:
         )
 
 
-def _store(host: str, port: int, *, serves: bool, timeout_seconds: float) -> Any:
-    where = _join_address(host, port)
+def open_store(host: str, port: int, *, serves: bool, timeout_seconds: float) -> Any:
+    """A TCPStore of torch's, served here or elsewhere."""
+    where = join_address(host, port)
     try:
         return dist.TCPStore(
             host, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
