@@ -27,7 +27,7 @@ CUDA_INSTALL_COMMAND = f"ASYNC_EMB_CUDA=1 {INSTALL_COMMAND}"
 REQUIREMENTS_COMMAND = 'python -m pip install "setuptools>=77.0.3" ninja "torch>=2.11,<2.15" "jax>=0.10,<0.13"'
 
 # Patterns below csrc/. Every .cpp file in these folders is part of the module: adding one needs no edit here.
-CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "context/*.cpp", "faces/*.cpp")
+CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "comm/c10d/*.cpp", "context/*.cpp", "faces/*.cpp")
 # These only where torch and the machine have CUDA (cuda_toolkit.py).
 CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp", "faces/cuda_*.cpp")
 

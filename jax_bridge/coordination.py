@@ -1,0 +1,80 @@
+"""JAX's coordination service, as far as this package uses it: a key-value store that all processes of a job share.
+
+The client has no public interface in the supported versions of jax; nothing else here touches it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+
+from .errors import ContextError
+
+
+def is_running() -> bool:
+    """Whether this process has joined a job of several processes, or of one."""
+    return distributed.global_state.client is not None
+
+
+def numbers() -> tuple[str | None, int, int]:
+    """(address of the coordinator, number of processes, number of this process)."""
+    state = distributed.global_state
+    return state.coordinator_address, state.num_processes, state.process_id
+
+
+def backend_has_started() -> bool:
+    """Whether JAX has made its devices, after which it is too late to join a job."""
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def use_gloo_between_cpus() -> None:
+    """Computations over CPU devices of several processes need it; where the user has chosen, that stays."""
+    if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def detect(address: Any, num_processes: Any, process_id: Any, timeout_seconds: int) -> tuple[Any, Any, Any, Any]:
+    """What JAX finds out about the job itself (SLURM, Open MPI, Cloud TPU, Kubernetes), None where it finds nothing."""
+    from jax._src import clusters
+
+    find: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return find(address, num_processes, process_id, None, None, timeout_seconds)
+
+
+def put(key: str, value: str) -> None:
+    """Sets or replaces the value of ``key``."""
+    _call(_client().key_value_set, key, value, allow_overwrite=True)
+
+
+def below(directory: str) -> dict[str, str]:
+    """Everything whose key begins with ``directory`` and a slash, by the rest of the key. Does not wait."""
+    found = _call(_client().key_value_dir_get, directory)
+    return {key.removeprefix(f"{directory}/"): value for key, value in found}
+
+
+def delete(key: str) -> None:
+    """Deletes ``key``; a slash at its end deletes everything below it. Does nothing where there is nothing."""
+    _call(_client().key_value_delete, key)
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise ContextError(
+            "the devices of the mesh belong to several processes, but this process has not joined a job of "
+            "jax.distributed: call jax_bridge.initialize() first"
+        )
+    return client
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except jax.errors.JaxRuntimeError as error:
+        address = distributed.global_state.coordinator_address
+        raise ContextError(
+            f"JAX's coordination service at {address} does not answer: {str(error).splitlines()[0]}. It runs in "
+            "process 0; without it no context can be opened"
+        ) from None
