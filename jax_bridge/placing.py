@@ -5,12 +5,13 @@ Over several processes every one of them makes the same calls with the same host
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 def spans_processes(mesh: Mesh) -> bool:
@@ -28,7 +29,23 @@ def put(x: Any, sharding: Sharding) -> Any:
 
 
 def fetch(x: Any) -> np.ndarray[Any, Any]:
-    """The whole of an array, on every process; all of them must call this, in the same order. A copy."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.array(jax.device_get(x))
+    """The whole of an array, on every process that has a part of it; all of these must call this, in the same order. A
+    copy, bit for bit."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.array(jax.device_get(x))
+    replicated = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return np.asarray(_replicate(x, replicated))
+    # As integers: on its way between processes XLA turns bfloat16 into float32 and back, which changes NaNs. Two
+    # programs, or it would move the one conversion past the other.
+    return np.asarray(_replicate(_bits(x), replicated)).view(x.dtype)
+
+
+@jax.jit
+def _bits(x: Any) -> Any:
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _replicate(x: Any, replicated: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(x, replicated)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_bridge import ops, order, reference, runtime
+from jax_bridge import ops, order, placing, reference, runtime
 from jax_bridge.context import AsyncEmbContextHandle, make_context_handle
 from jax_bridge.errors import AsyncEmbError
 
@@ -223,7 +223,7 @@ class Program:
     def put(self, values: Any, kinds: Any) -> Any:
         """A tree of arrays on the mesh; `kinds` is a tree of the same form, of keys of `specs`."""
         shardings = {kind: NamedSharding(self.handle.mesh, spec) for kind, spec in self.specs.items()}
-        return jax.device_put(values, jax.tree.map(shardings.__getitem__, kinds))
+        return jax.tree.map(lambda kind, x: placing.put(x, shardings[kind]), kinds, values)
 
     def put_batches(self, batches: Sequence[Batch]) -> Any:
         kinds = ("tokens", "rows", "whole", "tokens", "whole")
@@ -294,9 +294,9 @@ def run(
         arrays, result = steps.end(arrays, numbers_of(rule, first_step + len(put) - 1), pin)
         # The first update had nothing staged; the one of the flush is the last step's.
         updates = [[*column[1:], x] for column, x in zip(updates, result, strict=True)]
-    table, row_state, last_step = (np.asarray(x) for x in arrays)
-    norms, valids, pendings = (np.array([np.asarray(x) for x in column]) for column in updates)
-    return Run(table, row_state, last_step, np.stack([np.asarray(x) for x in rows]), norms, valids, pendings)
+    table, row_state, last_step = (placing.fetch(x) for x in arrays)
+    norms, valids, pendings = (np.array([placing.fetch(x) for x in column]) for column in updates)
+    return Run(table, row_state, last_step, np.stack([placing.fetch(x) for x in rows]), norms, valids, pendings)
 
 
 class Outcome(NamedTuple):

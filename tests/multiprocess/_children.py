@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -25,7 +26,8 @@ def run(function: str, arguments: dict[str, Any], environment: dict[str, str], d
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        value = globals()[function](**arguments)
+        module, _, name = function.rpartition(":")
+        value = getattr(importlib.import_module(module or __name__), name)(**arguments)
         print(f"\nRESULT {json.dumps(value)}", flush=True)
     except BaseException:
         traceback.print_exc()
