@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def trained(step: Any) -> dict[str, Any]:
 
     batches = training.make_batches(8)
     with step:
-        state, history = training.train(step, training.start(step), [*zip(batches[:4], batches[1:5], strict=True)])
+        state, history = training.train(step, training.start(step), [*itertools.pairwise(batches[:5])])
         looked_up = step.tables["users"].lookup(state.tables["users"], np.array([[5, 7, 5]]))
         snapshot = step.snapshot(state)
         state, more = training.train(step, state, [*zip(batches[4:], [*batches[5:], None], strict=True)])
