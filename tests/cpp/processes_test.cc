@@ -69,6 +69,17 @@ TEST(Processes, OfWhichOneHoldsNothingButPaddingTakePart) {
   setting.run(staleness_one(5));
 }
 
+TEST(Processes, ShareFewerDistinctRowsThanTheyAre) {
+  for (const std::vector<std::int32_t>& distinct : {std::vector<std::int32_t>{-1}, {1}, {4, 2}, {9, 0, 5}}) {
+    SCOPED_TRACE(distinct.size());
+    Setting setting(over({0, 1, 2, 3}));
+    for (Batch& batch : setting.batches) {
+      for (std::size_t i = 0; i < batch.ids.size(); ++i) batch.ids[i] = distinct[i % distinct.size()];
+    }
+    setting.run(staleness_one(3));
+  }
+}
+
 TEST(Processes, ApplyTheLazyRuleAndClip) {
   UpdateRule rule = plain_rule();
   rule.lazy = true;
