@@ -33,7 +33,7 @@ def run(function: str, arguments: dict[str, Any], environment: dict[str, str], d
         os._exit(1)
     from jax_bridge import processes
 
-    processes.shutdown()
+    processes.shutdown(timeout_seconds=3)
     os._exit(0)
 
 
@@ -361,7 +361,7 @@ def meetings(number: int, size: int, port: int) -> Any:
 
 def three_meet(number: int, size: int, port: int) -> Any:
     """Three processes of one device: who is missing, who stands at another board, who has died."""
-    join(number, size, port, heartbeat_timeout_seconds=10)
+    join(number, size, port, heartbeat_timeout_seconds=4)
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -378,14 +378,17 @@ def three_meet(number: int, size: int, port: int) -> Any:
     if number != 2:
         results["meshes"] = outcome(lambda: meeting.meet(handle_of("meshes", mesh, **shape), 20))
 
-    if number == 2:
+    if number == 2:  # leaves its note behind
         threading.Thread(target=lambda: meeting.meet(handle_of("dead", **shape), 30), daemon=True).start()
         time.sleep(1.0)
+        say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_for("dies")
+    time.sleep(0.2)
     results["dead"] = outcome(lambda: meeting.meet(handle_of("dead", **shape), 2.5))
     # The survivors go on among themselves, well after JAX has noticed.
     say(f"alive {number}")
     wait_for(f"alive {1 - number}")
-    time.sleep(13)
+    time.sleep(6)
     results["survivors"] = use(meeting.meet(handle_of("survivors", two, emb_width=12, tokens_per_batch=12), 20))
     return results

@@ -82,7 +82,7 @@ def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
         assert results["all"] == [3]
         assert "within 1.5 s process 2 (rank 2; device 4096) did not come" in results["missing"]["text"]
         assert results["missing"]["notes"][0] == "Seen: process 0 (rank 0; device 0), process 1 (rank 1; device 2048)"
-        assert "within 2.5 s process 2 (rank 2; device 4096) came, but does not answer" in results["dead"]["text"]
+        assert "within 2.5 s process 2 (rank 2; device 4096) came, but did not answer" in results["dead"]["text"]
         assert results["survivors"] == [2]
     assert (
         "its mesh is over processes [0, 1] in process 0, but over processes [0, 1, 2] in process 1"
