@@ -392,3 +392,40 @@ def three_meet(number: int, size: int, port: int) -> Any:
     time.sleep(6)
     results["survivors"] = use(meeting.meet(handle_of("survivors", two, emb_width=12, tokens_per_batch=12), 20))
     return results
+
+
+def replaced(number: int, size: int, port: int, newcomer: bool = False) -> Any:
+    """Process 1 is killed in a context, another one takes its place, and the context opens again."""
+    join(number, size, port, rejoin=newcomer, heartbeat_timeout_seconds=10)
+    from jax_bridge import meeting
+
+    handle = handle_of("again")
+    if newcomer:
+        return use(meeting.meet(handle, 40))
+    (transport,) = meeting.meet(handle, 40)
+    use([transport])
+    say(f"ready {number}")
+    if number == 1:
+        time.sleep(60)
+    failed = outcome(lambda: transport.exchange([b"x"] * size, [1] * size, 40))
+    transport.announce("gave up")
+    transport.end()
+    return [failed, use(meeting.meet(handle, 40))]
+
+
+def stopped_store(number: int, size: int, port: int) -> Any:
+    """The process that serves the store is stopped: who has to tell that must not wait for it."""
+    transport = connect(number, size, port, "stopped")
+    say(f"ready {number}")
+    if number == 0:
+        wait_for("told")
+        return None
+    wait_for("stopped")
+    start = time.monotonic()
+    transport.announce("nobody hears it")
+    heard = transport.announced()
+    seconds = time.monotonic() - start
+    transport.end()
+    del transport
+    say("told")
+    return [heard, seconds]

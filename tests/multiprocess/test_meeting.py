@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -94,3 +96,15 @@ def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
     )
     for results in (first, second):
         assert results["meshes"]["seconds"] < SECONDS
+
+
+def test_a_context_opens_again_with_a_process_that_took_a_place(start):
+    job = start("replaced", processes=2)
+    job.wait_for_file("ready 0")
+    job.wait_for_file("ready 1")
+    job.signal(1, signal.SIGKILL)
+    newcomer = start("replaced", processes=1, first=1, size=2, port=job.port, newcomer=True)
+    failed, again = job.wait(may_die=[1])[0]
+    assert (failed["kind"], failed["peers"]) == ("lost", [1])
+    assert again == [2]
+    assert newcomer.wait() == [[2]]

@@ -77,3 +77,15 @@ def test_every_failure_to_connect_says_what_to_do(start):
         assert results[name]["type"] == "ProcessGroupError", results[name]
         assert text in results[name]["text"]
         assert "\n" not in results[name]["text"]
+
+
+def test_nobody_waits_for_a_store_that_is_stopped(start):
+    job = start("stopped_store", processes=2)
+    job.wait_for_file("ready 0")
+    job.wait_for_file("ready 1")
+    job.signal(0, signal.SIGSTOP)
+    (job.directory / "stopped").touch()
+    job.wait_for_file("told")
+    job.signal(0, signal.SIGCONT)
+    heard, _ = job.wait()[1]
+    assert heard is None
