@@ -156,6 +156,7 @@ class _Meeting:
         from torch_ext import process_groups
 
         try:
+            process_groups.require_interfaces()  # before the others count on this process
             host = process_groups.local_address_towards(coordination.numbers()[0] or "localhost:1")
         except process_groups.ProcessGroupError as error:
             raise _cannot_open(self.handle, str(error)) from None

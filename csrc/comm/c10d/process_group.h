@@ -49,6 +49,7 @@ class ProcessGroupTransport final : public Transport {
   void wait_for_all(std::vector<Operation>& pending, std::chrono::nanoseconds timeout);
   Outcome wait_for(const Operation& operation, bool only_look);
   void wake_regularly();
+  void set_tick(std::chrono::milliseconds tick);
   std::string exchange_name() const;
 
   const int size_;
