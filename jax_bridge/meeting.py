@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import ipaddress
 import json
 import time
@@ -69,16 +68,12 @@ def meet(handle: AsyncEmbContextHandle, timeout_seconds: float) -> list[Any | No
         return _connect(handle, go, everyone, here, deadline)
 
 
-def versions() -> dict[str, str]:
-    """The versions that must agree between processes."""
-    import torch_ext
+def versions() -> dict[str, str | None]:
+    """The installed versions, which must agree between processes."""
+    from torch_ext.build_config import installed_version
 
-    return {
-        "async_emb": importlib.metadata.version("async-emb"),
-        "torch": torch_ext.build_info()["torch"],
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-    }
+    names = {"async_emb": "async-emb", "torch": "torch", "jax": "jax", "jaxlib": "jaxlib"}
+    return {name: installed_version(distribution) for name, distribution in names.items()}
 
 
 def configuration(handle: AsyncEmbContextHandle) -> dict[str, Any]:

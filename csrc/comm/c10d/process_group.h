@@ -29,6 +29,7 @@ class ProcessGroupTransport final : public Transport {
   int self() const override { return self_; }
 
   // After one has failed, every later exchange throws the same: the processes no longer agree about what comes next.
+  // Announce it and end() soon, for what peers still send has nowhere to go, and Gloo's thread keeps looking for it.
   void exchange(std::span<const Block> sent, std::span<const Inbox> received,
                 std::chrono::nanoseconds timeout) override;
 
