@@ -139,17 +139,14 @@ void ProcessGroupTransport::wait_for_all(std::vector<Operation>& pending, std::c
     }
     if (!is_over()) continue;
 
-    {
-      std::lock_guard lock(mutex_);
-      wake_every_ = kShortTick;
-    }
-    changed_.notify_all();
+    set_tick(kShortTick);
     std::vector<int> late;
     for (const Operation& operation : pending) {
       // Twice, because a call of the waker's may be left over from before.
       if (wait_for(operation, false) == Outcome::kDone || wait_for(operation, false) == Outcome::kDone) continue;
       add(late, operation.peer);
     }
+    set_tick(kTick);
     if (late.empty()) return;
     std::sort(late.begin(), late.end());
     std::ostringstream what;
@@ -185,6 +182,14 @@ void ProcessGroupTransport::wake_regularly() {
     changed_.wait_for(lock, wake_every_);
     if (waiting_) waiting_->abort();
   }
+}
+
+void ProcessGroupTransport::set_tick(std::chrono::milliseconds tick) {
+  {
+    std::lock_guard lock(mutex_);
+    wake_every_ = tick;
+  }
+  changed_.notify_all();
 }
 
 void ProcessGroupTransport::end() noexcept {
