@@ -27,40 +27,45 @@ struct Peers::State {
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
   bool stops = false;
-  std::optional<std::string> farewell;  // to be announced
+  std::optional<std::string> farewell;  // to be announced, unless it is empty, before everything ends
   std::optional<std::string> told;
 
   void work() {
     std::unique_lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return stops || farewell || !tasks.empty(); });
-      if (farewell) {
-        const std::string why = *std::exchange(farewell, std::nullopt);
-        lock.unlock();
-        transport->announce(why);
-      } else if (!tasks.empty()) {
-        std::function<void()> task = std::move(tasks.front());
-        tasks.pop_front();
-        lock.unlock();
-        task();
-        task = nullptr;  // it may hold the last reference to the pipeline
-      } else {
-        return;
-      }
+      changed.wait(lock, [&] { return stops || !tasks.empty(); });
+      if (tasks.empty()) return;
+      std::function<void()> task = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;  // it may hold the last reference to the pipeline
       lock.lock();
     }
   }
 
+  // Apart from the work, which may be waiting for a process that will not come.
   void listen(std::chrono::duration<double> pause) {
     std::unique_lock lock(mutex);
-    while (!changed.wait_for(lock, pause, [&] { return stops; })) {
-      lock.unlock();
-      std::optional<std::string> heard = transport->announced();
-      lock.lock();
-      if (!heard) continue;
-      told = std::move(heard);
-      changed.notify_all();
-      return;
+    for (;;) {
+      changed.wait_for(lock, pause, [&] { return stops || farewell; });
+      if (farewell) {
+        const std::string why = *std::exchange(farewell, std::nullopt);
+        lock.unlock();
+        if (!why.empty()) transport->announce(why);
+        transport->end();  // and no earlier: its connections close, and the others must know why
+        lock.lock();
+      } else if (stops) {
+        lock.unlock();
+        transport->end();
+        return;
+      } else if (!told) {
+        lock.unlock();
+        std::optional<std::string> heard = transport->announced();
+        lock.lock();
+        told = std::move(heard);
+        if (told) changed.notify_all();
+      }
     }
   }
 };
@@ -112,7 +117,6 @@ std::chrono::duration<double> Peers::listening_pause() const {
 }
 
 Peers::~Peers() {
-  state_->transport->end();
   {
     std::lock_guard lock(state_->mutex);
     state_->stops = true;
@@ -131,9 +135,8 @@ void Peers::post(std::function<void()> task) {
 void Peers::give_up(const std::string& why) noexcept {
   {
     std::lock_guard lock(state_->mutex);
-    if (!why.empty()) state_->farewell = why;
+    if (!state_->farewell) state_->farewell = why;
   }
-  state_->transport->end();
   state_->changed.notify_all();
 }
 

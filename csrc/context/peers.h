@@ -68,7 +68,7 @@ class Peers {
   void stage(int rank, const void* grads);
   void unstage(int rank, void* grads) const;
 
-  // Ends every exchange, and lets the other processes know why, unless `why` is empty.
+  // Lets the other processes know why, unless `why` is empty, and ends every exchange. Returns at once.
   void give_up(const std::string& why) noexcept;
   // Why another process has given up, as far as it is known; and after a moment in which one may still say so.
   std::optional<std::string> told() const;

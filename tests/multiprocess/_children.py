@@ -111,6 +111,12 @@ def exchanges(number: int, size: int, port: int) -> Any:
     return [transport.self, transport.size]
 
 
+def other_sizes(number: int, size: int, port: int) -> Any:
+    transport = connect(number, size, port, "other sizes")
+    own = 1000 * (number + 1)
+    return outcome(lambda: transport.exchange([b"x" * own] * size, [own] * size, 1.0))
+
+
 def late_peers(number: int, size: int, port: int) -> Any:
     """Processes 2 and above come to the second exchange when the others have given up."""
     transport = connect(number, size, port, "late")

@@ -25,6 +25,12 @@ def test_a_timeout_names_all_who_are_late_and_nobody_else(start):
         assert again["seconds"] < waited["seconds"] / 2
 
 
+def test_blocks_of_sizes_that_nobody_awaits_count_as_late_and_harm_nothing(start):
+    """Where processes have come to different points of their programs."""
+    for number, result in enumerate(start("other_sizes", processes=2).wait()):
+        assert (result["kind"], result["peers"]) == ("timeout", [1 - number])
+
+
 def test_end_wakes_an_exchange_and_its_reason_reaches_the_others(start):
     ender, other, late = start("ends", processes=3).wait()
     announced, waited, later = ender
