@@ -42,10 +42,11 @@ def bytes_of(case: Any, staleness: int, processes: int, process: int) -> int:
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 4), (4, 2), (8, 1)], ids=str)
 def test_fifty_steps_give_the_bits_of_the_oracle_and_send_the_bytes_of_the_model(start, processes, devices):
+    cases = CASES if processes < 8 else CASES[1:2]  # eight processes on two cores take their time
     job = start(
-        "tests.multiprocess._tables:fifty_steps", processes=processes, devices=devices, cases=CASES, stalenesses=[0, 1]
+        "tests.multiprocess._tables:fifty_steps", processes=processes, devices=devices, cases=cases, stalenesses=[0, 1]
     )
-    runs = [(staleness, case) for staleness in (0, 1) for case in CASES]
+    runs = [(staleness, case) for staleness in (0, 1) for case in cases]
     wanted = [fifty.expected(case, staleness).digest() for staleness, case in runs]
     for result in job.wait(150):
         assert result["digests"] == wanted
