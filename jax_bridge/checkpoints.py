@@ -117,7 +117,7 @@ class Checkpoints:
                 error.add_note(f"Complete checkpoints: {show(self.steps())}. Choose another with which=...")
                 raise
             together.hear("read the checkpoint")
-        tables = {name: table.own(weights[name], optimizers[name]) for name, table in step.tables.items()}
+        tables = {name: table.own(weights.pop(name), optimizers[name]) for name, table in step.tables.items()}
         return step._go_on_from(saved, tables)
 
     def delete(self, which: int) -> None:

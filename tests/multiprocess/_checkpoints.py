@@ -130,3 +130,34 @@ def faults(number: int, size: int, port: int, directory: str) -> Any:
 
     coordination.put("async_emb/left/1", "")  # or leaving the job would wait for it
     return results
+
+
+def agreements(number: int, size: int, port: int) -> Any:
+    """Calls to which one process comes alone, leaves, or has been before it was replaced."""
+    from jax_bridge import coordination
+    from jax_bridge.agreement import Agreement
+    from tests.jax_bridge import _training as training
+
+    handle = training.make_tables(join(number, size, port))["users"].smallest_handle()
+
+    def together(seconds: float = 30, leave: bool = False) -> Any:
+        with Agreement(handle, "a call", seconds) as others:
+            first = others.hear("say a number", number)
+            if leave:
+                raise KeyError("the reason")
+            return [first, others.hear("say another", [number + 10])]
+
+    results: dict[str, Any] = {}
+    # A process that was killed has left these behind.
+    if number == 1:
+        board = Agreement(handle, "a call", 1)._board
+        coordination.put(f"{board}/in/1", '{"attempt": "killed", "call": "a call"}')
+        coordination.put(f"{board}/ack/1", "killed")
+        _children.say("left behind")
+    _children.wait_for("left behind")
+    results["alone"] = [_children.outcome(lambda: together(0.5))] if number == 0 else []
+    _children.say("came alone") if number == 0 else _children.wait_for("came alone")
+    results["many"] = [together() for _ in range(20)]
+    results["left"] = _children.outcome(lambda: together(leave=number == 1))
+    results["after"] = together()
+    return results

@@ -93,3 +93,14 @@ def test_a_process_that_fails_or_dies_during_a_save_is_named_in_time(start, tmp_
     assert dies["seconds"] < seconds + 10
     assert results["steps after"] == [3, 4]
     assert restored(directory, 4) == wanted
+
+
+def test_processes_agree_whoever_came_alone_left_or_was_replaced(start):
+    first, second, third = start(f"{PROGRAM}:agreements", processes=3).wait(90)
+    wanted = [{"0": 0, "1": 1, "2": 2}, {"0": [10], "1": [11], "2": [12]}]
+    for results in (first, second, third):
+        assert results["many"] == [wanted] * 20
+        assert results["after"] == wanted
+    assert "async_emb a call: within 0.5 s process 2 (rank 2; device 4096) did not come" in first["alone"][0]["text"]
+    for results in (first, third):
+        assert results["left"]["text"] == "async_emb a call: process 1 (rank 1; device 2048) has failed: 'the reason'"
