@@ -148,8 +148,8 @@ def _save_atomically(path: Path, write_all: Callable[[Path], None], here: int) -
     class Arguments(ocp.args.CheckpointArgs):  # type: ignore[misc, name-defined]
         pass
 
-    # Orbax's own barriers have no timeout, and count calls, so that a process that was replaced would never pass one.
-    # Only this process uses Orbax, and the processes meet in `write_all`.
+    # Orbax's own barriers are collectives of JAX: they have no timeout, and name nobody who is missing. So this process
+    # alone uses Orbax, and the processes meet in `write_all`.
     alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
     with ocp.Checkpointer(Handler(), multiprocessing_options=alone) as checkpointer:
         checkpointer.save(path, args=Arguments())
