@@ -5,10 +5,12 @@ the per-shard operations are for those who write their own step inside ``jax.sha
 """
 
 from .batches import with_next
+from .checkpoints import Checkpoints
 from .context import AsyncEmbContextHandle, make_context_handle
 from .embedding import AsyncEmbedding, TableState
 from .errors import (
     AsyncEmbError,
+    CheckpointError,
     ContextError,
     ContextTypeError,
     ContextWarning,
@@ -49,6 +51,8 @@ __all__ = [
     "AsyncEmbContextHandle",
     "AsyncEmbError",
     "AsyncEmbedding",
+    "CheckpointError",
+    "Checkpoints",
     "ContextError",
     "ContextTypeError",
     "ContextWarning",

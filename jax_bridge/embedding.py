@@ -159,6 +159,30 @@ class AsyncEmbedding:
         weights = fetch(state.weights)[:, : self.width].copy()
         return weights, {name: fetch(x) for name, x in state.optimizer.items()}
 
+    def read_weights(self, read: Callable[[int, int], np.ndarray[Any, Any]]) -> Any:
+        """The table's weights, of which each process has read what its devices hold. Not for a step yet: ``own`` them.
+
+        Args:
+            read: (first, last) -> columns [rows, last - first] of the logical table.
+        """
+        held: dict[int, Any] = {}  # by first column: replicas hold the same
+
+        def block(index: Any) -> Any:
+            first, last, _ = index[1].indices(self.padded_width)
+            if first not in held:
+                held[first] = np.zeros((self.rows, last - first), self.dtype)
+                if first < self.width:
+                    held[first][:, : min(last, self.width) - first] = read(first, min(last, self.width))
+            return held[first]
+
+        shape = (self.rows, self.padded_width)
+        return jax.make_array_from_callback(shape, self._weights_sharding(), block, dtype=self.dtype)
+
+    def own(self, weights: Any, optimizer: dict[str, Any]) -> TableState:
+        """A state of weights that are on the mesh, padded, and of the optimizer's host arrays: a copy of both, which a
+        step may take."""
+        return TableState(self._copy_weights(weights), self._place_optimizer(optimizer))
+
     # ---- evaluation ----
 
     def lookup(self, state: TableState, token_ids: Any) -> Any:
@@ -354,6 +378,10 @@ class AsyncEmbedding:
     @functools.cached_property
     def _place_weights(self) -> Callable[[Any], Any]:
         return jax.jit(self._padded, out_shardings=self._weights_sharding())
+
+    @functools.cached_property
+    def _copy_weights(self) -> Callable[[Any], Any]:
+        return jax.jit(jnp.copy, out_shardings=self._weights_sharding())
 
     @functools.cached_property
     def _place_optimizer(self) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -55,6 +55,10 @@ class IdError(AsyncEmbError, ValueError):
     """A batch had token ids outside the table, or more unique ids than `num_unique`."""
 
 
+class CheckpointError(AsyncEmbError, OSError):
+    """A checkpoint cannot be written or read: it is not there, damaged, or another process did not do its part."""
+
+
 class ContextWarning(UserWarning):
     """The arguments of a context work, but probably not as meant."""
 

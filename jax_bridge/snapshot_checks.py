@@ -29,12 +29,14 @@ _PARTS = {
 
 def validate(tables: Tables, snapshot: Any, *, staleness: int, optimizer: Any) -> None:
     """Raises ContextError with everything in ``snapshot`` that a step over ``tables`` cannot go on from."""
-    problems = list(_problems(tables, snapshot, staleness, optimizer))
+    problems = list(problems_of(tables, snapshot, staleness=staleness, optimizer=optimizer))
     if problems:
         raise_problems(problems)
 
 
-def _problems(tables: Tables, snapshot: Any, staleness: int, optimizer: Any) -> Iterator[Problem]:
+def problems_of(tables: Tables, snapshot: Any, *, staleness: int, optimizer: Any) -> Iterator[Problem]:
+    """What ``validate`` raises. A ``jax.ShapeDtypeStruct`` may stand for an array, whose values are then not looked
+    at."""
     if not isinstance(snapshot, Mapping):
         message = f"async_emb restore: the snapshot is a {type(snapshot).__name__}, but must be a mapping with the keys"
         advice = "Give what TrainStep.snapshot has returned, or the same tree as it was read from a file."
@@ -137,13 +139,14 @@ def _wrong_update(where: str, update: Any, table: AsyncEmbedding) -> Iterator[Pr
     if missing := _missing(where, needs, update):
         yield from missing.values()
         return
-    ids, ranks = np.asarray(update["ids"]), table.smallest_handle().group_size
+    ids, ranks = _as_array(update["ids"]), table.smallest_handle().group_size
     tokens = ids.size
     yield from _wrong_array(f"{where}['ids']", ids, jax.ShapeDtypeStruct((tokens,), np.int32), "the step")
     grads = jax.ShapeDtypeStruct((tokens, table.width), table.dtype)
     yield from _wrong_array(f"{where}['grads']", update["grads"], grads, f"the table {table.name!r}")
     yield from _wrong_array(f"{where}['pending']", update["pending"], jax.ShapeDtypeStruct((), np.bool_), "the step")
-    flat = ids.reshape(-1) if ids.dtype.kind in "iu" else np.zeros(0, np.int32)
+    has_values = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
+    flat = ids.reshape(-1) if has_values else np.zeros(0, np.int32)
     outside = np.flatnonzero((flat < -1) | (flat >= table.rows))
     if len(outside):
         position = int(outside[0])
@@ -165,10 +168,10 @@ def _wrong_armed(tables: Tables, armed: Any, staged: Any) -> Iterator[Problem]:
         yield Problem(f"{message} {sorted(tables)}", ("None stands for no batch.",))
         return
     for name, ids in armed.items():
-        array = np.asarray(ids)
+        array = _as_array(ids)
         size = None
         if isinstance(staged, Mapping) and isinstance(staged.get(name), Mapping) and "ids" in staged[name]:
-            size = np.size(staged[name]["ids"])
+            size = _as_array(staged[name]["ids"]).size
         if array.dtype.kind not in "iu" or (size is not None and array.size != size):
             message = f"async_emb restore: snapshot['armed'][{name!r}] is {_named(array)}, but the step needs integers"
             tokens = "" if size is None else f", {size} of them as in the batch before"
@@ -176,7 +179,7 @@ def _wrong_armed(tables: Tables, armed: Any, staged: Any) -> Iterator[Problem]:
 
 
 def _wrong_array(where: str, found: Any, wanted: jax.ShapeDtypeStruct, whose: str) -> Iterator[Problem]:
-    array = np.asarray(found)
+    array = _as_array(found)
     nameless = array.dtype.kind == "V" and array.dtype.itemsize == wanted.dtype.itemsize
     if tuple(array.shape) == tuple(wanted.shape) and (nameless or array.dtype == wanted.dtype):
         return
@@ -200,5 +203,9 @@ def _missing(where: str, needs: Mapping[str, str], holder: Any) -> dict[str, Pro
 
 
 def _named(x: Any) -> str:
-    x = x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x)
+    x = _as_array(x)
     return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+
+
+def _as_array(x: Any) -> Any:
+    return x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x)

@@ -60,15 +60,12 @@ def take(
     for name, table in tables.items():
         weights, optimizer = table.to_arrays(state.tables[name])
         saved[name] = {"weights": weights, "optimizer": optimizer}
-    staged = staged_of(handles)
-    if staged:  # of every table, or of none: a table without gradients gets some that train nothing
-        staged |= {name: _nothing_staged(handle) for name, handle in handles.items() if name not in staged}
     return {
         "params": host(state.params),
         "opt_state": host(state.opt_state),
         "step": fetch(state.step),
         "tables": saved,
-        "staged": staged,
+        "staged": {name: _on_host(update, handles[name]) for name, update in staged_on_mesh(handles).items()},
         "armed": None if armed is None else host(dict(armed)),
     }
 
@@ -83,7 +80,19 @@ def tables_of(tables: Mapping[str, AsyncEmbedding], snapshot: Snapshot) -> dict[
 
 def staged_of(handles: Mapping[str, AsyncEmbContextHandle]) -> dict[str, StagedUpdate]:
     """The staged gradients of those contexts that have some. Nothing may be running."""
-    return {name: update for name, handle in handles.items() if (update := _staged(handle)) is not None}
+    found = {name: _staged(handle) for name, handle in handles.items()}
+    return {name: _on_host(update, handles[name]) for name, update in found.items() if update is not None}
+
+
+def staged_on_mesh(handles: Mapping[str, AsyncEmbContextHandle]) -> dict[str, dict[str, Any]]:
+    """The staged gradients of every table, or of none: a table without gets some that train nothing.
+
+    As in ``StagedUpdate``, but gradient rows are as wide as the handle's; over several processes ids and gradients are
+    on the mesh, sharded as tokens are. Nothing may be running."""
+    found = {name: _staged(handle) for name, handle in handles.items()}
+    if all(update is None for update in found.values()):
+        return {}
+    return {name: _nothing_staged(handles[name]) if update is None else update for name, update in found.items()}
 
 
 def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], staged: Mapping[str, StagedUpdate]) -> None:
@@ -97,7 +106,12 @@ def restore_staged(handles: Mapping[str, AsyncEmbContextHandle], staged: Mapping
         native().restore_staged(handle.context_id, ids.tobytes(), padded.tobytes(), bool(update["pending"]))
 
 
-def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
+def _on_host(update: Mapping[str, Any], handle: AsyncEmbContextHandle) -> StagedUpdate:
+    ids, grads, pending = (fetch(update[key]) for key in ("ids", "grads", "pending"))
+    return {"ids": ids, "grads": grads[:, : handle.logical_width].copy(), "pending": pending}
+
+
+def _staged(handle: AsyncEmbContextHandle) -> dict[str, Any] | None:
     groups = native().staged(handle.context_id) if is_open(handle) else None
     shape = (handle.group_size, handle.tokens_per_rank)
     ids = np.full(shape, -1, np.int32)
@@ -111,16 +125,13 @@ def _staged(handle: AsyncEmbContextHandle) -> StagedUpdate | None:
         ids[blocks] = np.frombuffer(block_ids, np.int32).reshape(-1, shape[1])
         grads[blocks] = np.frombuffer(block_grads, handle.dtype).reshape(-1, *grads.shape[1:])
         pending[blocks], found[blocks] = all_pending, True
+    tokens = {"ids": ids.reshape(-1), "grads": grads.reshape(handle.tokens_per_batch, -1)}
     if spans_processes(handle.mesh):
-        tokens = NamedSharding(handle.mesh, token_spec(handle))
-        ids, grads, pending, found = (fetch(put(x, tokens)) for x in (ids, grads, pending, found))
-    if not found.all():
-        return None
-    return {
-        "ids": ids.reshape(-1),
-        "grads": grads.reshape(handle.tokens_per_batch, -1)[:, : handle.logical_width].copy(),
-        "pending": np.array(bool(pending.all())),
-    }
+        sharding = NamedSharding(handle.mesh, token_spec(handle))
+        pending, found = (fetch(put(x, sharding)) for x in (pending, found))
+        if found.all():
+            tokens = {key: put(x, sharding) for key, x in tokens.items()}
+    return {**tokens, "pending": np.array(bool(pending.all()))} if found.all() else None
 
 
 def _local_blocks(handle: AsyncEmbContextHandle) -> list[list[int]]:
@@ -135,9 +146,9 @@ def _local_blocks(handle: AsyncEmbContextHandle) -> list[list[int]]:
     return [local for local in blocks if local]
 
 
-def _nothing_staged(handle: AsyncEmbContextHandle) -> StagedUpdate:
+def _nothing_staged(handle: AsyncEmbContextHandle) -> dict[str, Any]:
     return {
         "ids": np.full(handle.tokens_per_batch, -1, np.int32),
-        "grads": np.zeros((handle.tokens_per_batch, handle.logical_width), handle.dtype),
+        "grads": np.zeros((handle.tokens_per_batch, handle.emb_width), handle.dtype),
         "pending": np.array(False),
     }

@@ -73,11 +73,9 @@ def column_sharded(
     )
     rows = tokens * columns * itemsize
     # Each process works out the statistics of a slice of the distinct rows; of two, each works out all.
-    own = unique if processes <= 2 else unique * (process + 1) // processes - unique * process // processes
-    if processes <= 2:
-        statistics = peers * 4 * unique * subtrees
-    else:
-        statistics = 4 * (unique - own) * subtrees + peers * 4 * own
+    own = unique * (process + 1) // processes - unique * process // processes
+    sliced = 4 * (unique - own) * subtrees + peers * 4 * own
+    statistics = sliced if processes > 2 else peers * 4 * unique * subtrees
     return Traffic(
         lookup_bytes=peers * (NOTICE_BYTES + 4 * tokens + rows),
         update_bytes=peers * (NOTICE_BYTES + rows) + statistics,

@@ -16,7 +16,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from . import batches, global_ops, ownership, runtime, snapshots
-from .embedding import AsyncEmbedding
+from .context import AsyncEmbContextHandle
+from .embedding import AsyncEmbedding, TableState
 from .errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
 from .placing import put, spans_processes
 from .snapshot_checks import validate
@@ -256,11 +257,12 @@ class TrainStep:
     # ---- snapshots ----
 
     def snapshot(self, state: StepState) -> Snapshot:
-        """Everything that a resume needs, as host arrays; training goes on from ``state`` undisturbed."""
-        self.check(wait=True)
-        self._require_last(state)
-        jax.block_until_ready(state)
-        handles = {} if self._current is None else self._current.program.handles
+        """Everything that a resume needs, as host arrays; training goes on from ``state`` undisturbed.
+
+        Over several processes all of them call it, and every one gets all of it: whole tables. Where a table does not
+        fit into the memory of one host, use ``Checkpoints``, whose files each process writes and reads in parts.
+        """
+        handles = self._at_rest(state)
         taken = snapshots.take(self.tables, handles, state, self._armed)
         self._unsaved = None
         return taken
@@ -277,16 +279,27 @@ class TrainStep:
                 another schedule. Every problem is listed, and nothing has been dropped.
         """
         validate(self.tables, snapshot, staleness=self.staleness, optimizer=self._optimizer)
-        tables = snapshots.tables_of(self.tables, snapshot)
+        return self._go_on_from(snapshot, snapshots.tables_of(self.tables, snapshot))
+
+    def _at_rest(self, state: StepState) -> dict[str, AsyncEmbContextHandle]:
+        """Waits until nothing runs; the handles of the contexts that may have gradients staged for ``state``."""
+        self.check(wait=True)
+        self._require_last(state)
+        require_usable(state, staleness=self.staleness)
+        jax.block_until_ready(state)
+        return {} if self._current is None else dict(self._current.program.handles)
+
+    def _go_on_from(self, saved: Mapping[str, Any], tables: dict[str, TableState]) -> StepState:
+        """The state of a snapshot that fits, given its tables on the mesh."""
         self._restart()
-        state = self._state(snapshot["params"], snapshot["opt_state"], tables, snapshot["step"])
-        if snapshot["staged"]:
-            compiled = self._compiled(tuple(len(snapshot["staged"][name]["ids"]) for name in sorted(self.tables)))
+        state = self._state(saved["params"], saved["opt_state"], tables, saved["step"])
+        if saved["staged"]:
+            compiled = self._compiled(tuple(len(saved["staged"][name]["ids"]) for name in sorted(self.tables)))
             self._use(compiled)
-            snapshots.restore_staged(compiled.program.handles, snapshot["staged"])
+            snapshots.restore_staged(compiled.program.handles, saved["staged"])
             self._last = state.pins
-            if snapshot["armed"] is not None:
-                ids = {name: as_int32(np.array(x)) for name, x in snapshot["armed"].items()}
+            if saved["armed"] is not None:
+                ids = {name: as_int32(np.array(x)) for name, x in saved["armed"].items()}
                 state = self._arm(state, batches.place(self.tables, ids), compiled)
                 self._armed, self._unwanted = ids, False
                 jax.block_until_ready(state)

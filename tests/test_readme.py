@@ -52,6 +52,11 @@ def test_a_run_that_was_saved_goes_on_on_another_mesh(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run.pickle"]
 
 
+def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
+    (example,) = blocks_of("docs/checkpoints.md")
+    assert run(example, tmp_path).splitlines() == ["20 ['15', '20']", "the same bits: True"]
+
+
 def test_the_timeline_is_recorded_as_written(tmp_path: Path) -> None:
     assert run(block_with("docs/step.md", "start_timeline()"), tmp_path) == "", "no step has run in between"
 
@@ -59,3 +64,4 @@ def test_the_timeline_is_recorded_as_written(tmp_path: Path) -> None:
 def test_every_program_of_these_documents_has_a_test() -> None:
     assert len(blocks_of("README.md")) == 1
     assert len(blocks_of("docs/step.md")) == 3
+    assert len(blocks_of("docs/checkpoints.md")) == 1
