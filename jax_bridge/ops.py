@@ -62,7 +62,7 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
     (table,) = call(
         "async_emb_lookup_lease",
         "lookup_start",
-        [table, pin],
+        [table, _no_pin()],
         [shape_of(table)],
         axes=handle.table_axis,
         aliases={0: 0},
@@ -317,7 +317,7 @@ def _update_start(
     lent = call(
         "async_emb_update_lease_lazy" if lazy else "async_emb_update_lease",
         operation,
-        [*buffers, pin],
+        [*buffers, _no_pin()],
         shapes,
         axes=handle.table_axis,
         replicated=places[1:],
@@ -326,6 +326,12 @@ def _update_start(
         attrs=_context(handle),
     )
     return *lent, pin
+
+
+def _no_pin() -> Any:
+    """For a lease, which comes after its begin because of the table. A pin's buffer may be given to the dense compute
+    while the lease still runs, and XLA would then hold that back until the lease has ended; a constant's may not."""
+    return jnp.zeros(1, jnp.float32)
 
 
 def _context(handle: AsyncEmbContextHandle) -> dict[str, Any]:

@@ -161,3 +161,22 @@ def test_without_depend_the_order_is_gone(step, monkeypatch):
         "backward after lookup_start": False,
         "stage_update after backward": True,
     }
+
+
+@pytest.mark.parametrize("compiled", [compiled_jitted, compiled_scanned])
+def test_no_lease_reads_a_buffer_that_the_dense_compute_may_be_given(step, compiled):
+    """A lease ends with the work on the side. XLA lets whatever reuses a buffer wait for the calls that read it, so
+    dense compute in the buffer of a pin that a lease reads would not overlap with that work."""
+    text = compiled(step)
+    (calls,) = [c for c in computations(text) if c.find(lambda i: i.calls("async_emb_stage_update"))]
+    leases = calls.find(lambda i: "_lease" in i.text and i.opcode == "custom-call")
+    assert len(leases) == 4
+    kept = {"constant", "parameter"}  # buffers that live as long as the program, or as the loop around it
+
+    def is_lent(name: str) -> bool:
+        return calls.instructions[name].opcode in ("custom-call", "get-tuple-element")
+
+    for lease in leases:
+        *lent, last = calls.instructions[lease].operands
+        assert all(is_lent(name) for name in lent)
+        assert calls.instructions[last].opcode in kept
