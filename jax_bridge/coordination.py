@@ -11,6 +11,7 @@ import jax
 from jax._src import distributed, xla_bridge
 
 from .errors import ContextError
+from .timeouts import bound_collectives
 
 
 def is_running() -> bool:
@@ -31,6 +32,7 @@ def backend_has_started() -> bool:
 
 def use_gloo_between_cpus() -> None:
     """Computations over CPU devices of several processes need it; where the user has chosen, that stays."""
+    bound_collectives()
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
