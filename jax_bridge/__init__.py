@@ -30,6 +30,7 @@ from .ops import (
 )
 from .optimizers import RowOptimizer, RowwiseAdagrad
 from .order import depend, mark
+from .processes import initialize
 from .runtime import (
     TimelineEvent,
     abort_context,
@@ -68,6 +69,7 @@ __all__ = [
     "close_context",
     "depend",
     "export_checks",
+    "initialize",
     "lookup_done",
     "lookup_start",
     "make_context_handle",

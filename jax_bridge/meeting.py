@@ -7,6 +7,7 @@ name and purpose. The lowest of them leads:
     go              the leader has seen all of these attempts; where its store is
     ack/<process>   I have read this very `go`, so I am alive, and mine is the attempt that it names
     fixed           the leader has all acknowledgements of this `go`: connect
+    told/<process>  somebody who stands at the board of another mesh has looked here
 
 Nobody counts meetings. What is left of a process that was killed names an attempt that nobody acknowledges, and a
 process that takes its place overwrites it and is asked anew; so survivors and newcomers meet like everybody else.
@@ -17,13 +18,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import ipaddress
 import json
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,16 +68,12 @@ def meet(handle: AsyncEmbContextHandle, timeout_seconds: float) -> list[Any | No
         return _connect(handle, go, everyone, here, deadline)
 
 
-def versions() -> dict[str, str]:
-    """The versions that must agree between processes."""
-    import torch_ext
+def versions() -> dict[str, str | None]:
+    """The installed versions, which must agree between processes."""
+    from torch_ext.build_config import installed_version
 
-    return {
-        "async_emb": importlib.metadata.version("async-emb"),
-        "torch": torch_ext.build_info()["torch"],
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-    }
+    names = {"async_emb": "async-emb", "torch": "torch", "jax": "jax", "jaxlib": "jaxlib"}
+    return {name: installed_version(distribution) for name, distribution in names.items()}
 
 
 def configuration(handle: AsyncEmbContextHandle) -> dict[str, Any]:
@@ -145,6 +141,8 @@ class _Meeting:
         self.set = hashlib.blake2b(repr(everyone).encode(), digest_size=8).hexdigest()
         self.board = f"{self.boards}/{self.set}"
         self.seen: dict[int, dict[str, Any]] = {}
+        # Whoever gives up goes away: who is to blame is seen in what was there before.
+        self.before_anybody_left: tuple[Mapping[str, str], Mapping[int, dict[str, Any]]] = {}, {}
         self.go: _Go | None = None
 
     @contextlib.contextmanager
@@ -153,6 +151,7 @@ class _Meeting:
         from torch_ext import process_groups
 
         try:
+            process_groups.require_interfaces()  # before the others count on this process
             host = process_groups.local_address_towards(coordination.numbers()[0] or "localhost:1")
         except process_groups.ProcessGroupError as error:
             raise _cannot_open(self.handle, str(error)) from None
@@ -178,11 +177,14 @@ class _Meeting:
                 int(key.removeprefix("in/")): json.loads(text) for key, text in notes.items() if key.startswith("in/")
             }
             self.seen.update(present)
+            if self.seen.keys() == present.keys():
+                self.before_anybody_left = notes, present
+            self._listen(notes)
             if self._lead(notes, present) if self.here == self.leader else self._follow(notes):
                 assert self.go is not None
                 return self.go
             if self.deadline.remaining() == 0:
-                raise self._nobody_came(notes, present)
+                raise self._nobody_came(present)
             if self.deadline.passed() > _OTHER_BOARD_SECONDS and pause == _LONGEST_PAUSE_SECONDS:
                 self._look_at_other_boards(present)
             time.sleep(min(pause, self.deadline.remaining()))
@@ -240,21 +242,37 @@ class _Meeting:
             other_set, _, rest = key.partition("/in/")
             if other_set == self.set or not rest.isdecimal():
                 continue
-            process, others = int(rest), json.loads(text)["processes"]
-            if process in self.everyone and process not in present and self.here in others:
-                raise _cannot_open(
-                    self.handle,
-                    f"its mesh is over processes {list(self.everyone)} in process {self.here}, but over processes "
-                    f"{others} in process {process}: give every process the same mesh",
-                )
+            process, note = int(rest), json.loads(text)
+            if process in self.everyone and process not in present and self.here in note["processes"]:
+                # It would not find this process any more.
+                told = {"attempt": note["attempt"], "processes": self.everyone, "by": self.here}
+                coordination.put(f"{self.boards}/{other_set}/told/{process}", json.dumps(told))
+                raise self._other_mesh(process, note["processes"])
 
-    def _nobody_came(self, notes: Mapping[str, str], present: Mapping[int, Mapping[str, Any]]) -> ContextError:
+    def _listen(self, notes: Mapping[str, str]) -> None:
+        if (text := notes.get(f"told/{self.here}")) is not None:
+            coordination.delete(f"{self.board}/told/{self.here}")
+            told = json.loads(text)
+            if told["attempt"] == self.attempt:
+                raise self._other_mesh(told["by"], told["processes"])
+
+    def _other_mesh(self, process: int, processes: Sequence[int]) -> ContextError:
+        return _cannot_open(
+            self.handle,
+            f"its mesh is over processes {list(self.everyone)} in process {self.here}, but over processes "
+            f"{list(processes)} in process {process}: give every process the same mesh",
+        )
+
+    def _nobody_came(self, present: Mapping[int, Mapping[str, Any]]) -> ContextError:
         missing = [process for process in self.everyone if process not in self.seen]
         came = [process for process in self.everyone if process in self.seen]
         if missing:
             what = f"{describe_processes(self.handle, missing)} did not come"
         else:
-            what = f"{describe_processes(self.handle, self._silent(notes, present))} came, but does not answer any more"
+            silent = self._silent(*self.before_anybody_left)
+            if self.here in silent:
+                silent = [process for process in self.everyone if process not in present] or silent
+            what = f"{describe_processes(self.handle, silent)} came, but did not answer any more"
         error = _cannot_open(self.handle, f"within {self.deadline.seconds:g} s {what}")
         error.add_note(f"Seen: {describe_processes(self.handle, came)}")
         error.add_note(
@@ -269,8 +287,7 @@ class _Meeting:
     def _silent(self, notes: Mapping[str, str], present: Mapping[int, Mapping[str, Any]]) -> list[int]:
         go = _Go.from_json(notes["go"]) if "go" in notes else None
         if go is None or any(present.get(p, {}).get("attempt") != go.attempts.get(p) for p in self.everyone):
-            gone = [process for process in self.everyone if process not in present]
-            return gone or [self.leader]
+            return [self.leader]
         followers = [process for process in self.everyone if process != self.leader]
         return [process for process in followers if notes.get(f"ack/{process}") != go.id] or [self.leader]
 

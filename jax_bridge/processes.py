@@ -3,10 +3,13 @@
 JAX connects them (``jax.distributed``); this finds out how, refuses what cannot work before it hangs or ends the
 process, and chooses the options under which survivors live on when another process dies.
 
-What remains of JAX's own rules: process 0 runs the coordination service, and when it dies, every other process is
-ended by JAX (SIGABRT), within a second or two. The death of any other process leaves the survivors alone: calls that
-need it fail. A process that was stopped for longer than ``heartbeat_timeout_seconds`` counts as dead, and is ended by
-JAX when it goes on.
+What remains of JAX's own rules, measured with 0.10.2 on CPU:
+
+- The death of a process other than 0 leaves the others alone. Another one may take its place (``rejoin=True``).
+- Process 0 runs the coordination service. When it dies, JAX ends every other process (SIGABRT) at once, and when it is
+  stopped or cut off, after ``heartbeat_timeout_seconds``. No option of JAX's prevents that. So process 0 leaves last.
+- A process that was stopped for longer than ``heartbeat_timeout_seconds`` counts as dead, and is ended by JAX when it
+  goes on.
 """
 
 from __future__ import annotations

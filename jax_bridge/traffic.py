@@ -72,11 +72,17 @@ def column_sharded(
         _subtrees(min(first, end), min(first + shard, end)) for first in range(begin, begin + columns, max(shard, 1))
     )
     rows = tokens * columns * itemsize
+    # Each process works out the statistics of a slice of the distinct rows; of two, each works out all.
+    own = unique if processes <= 2 else unique * (process + 1) // processes - unique * process // processes
+    if processes <= 2:
+        statistics = peers * 4 * unique * subtrees
+    else:
+        statistics = 4 * (unique - own) * subtrees + peers * 4 * own
     return Traffic(
         lookup_bytes=peers * (NOTICE_BYTES + 4 * tokens + rows),
-        update_bytes=peers * (NOTICE_BYTES + rows + 4 * unique * subtrees),
+        update_bytes=peers * (NOTICE_BYTES + rows) + statistics,
         lookup_rounds=2 if peers else 0,
-        update_rounds=2 if peers else 0,
+        update_rounds=(2 if processes == 2 else 3) if peers else 0,
         peers=peers,
     )
 

@@ -104,6 +104,19 @@ def connect(
     return load().connect_transport(backend, dist.PrefixStore(f"{prefix}/said", stores.announcing))
 
 
+def require_interfaces() -> list[str]:
+    """The network interfaces that GLOO_SOCKET_IFNAME names; raises ProcessGroupError if there is none of a name."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    known = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in known:
+            raise ProcessGroupError(
+                f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']} names {name!r}, which is no network interface "
+                f"of this machine: choose of {', '.join(known)}, or unset it"
+            )
+    return names
+
+
 def release_store(address: str) -> None:
     """Forgets the store at ``address``: what this process holds of it closes with the last transport that uses it."""
     _joined.pop(address, None)
@@ -169,14 +182,7 @@ def open_store(host: str, port: int, *, serves: bool, timeout_seconds: float) ->
 
 def _devices(host: str) -> list[Any]:
     create: Callable[..., Any] = dist.ProcessGroupGloo.create_device
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    known = [name for _, name in socket.if_nameindex()]
-    for name in names:
-        if name not in known:
-            raise ProcessGroupError(
-                f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']} names {name!r}, which is no network interface "
-                f"of this machine: choose of {', '.join(known)}, or unset it"
-            )
+    names = require_interfaces()
     try:
         return [create(interface=name) for name in names] or [create(hostname=host)]
     except RuntimeError as error:

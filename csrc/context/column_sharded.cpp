@@ -146,16 +146,19 @@ void ColumnSharded::sum(const BatchIds& batch, int rank, int part, int parts) co
   kernels_.segment_sum(job);
 }
 
-float ColumnSharded::finish_norm(const BatchIds& batch) const {
+void ColumnSharded::statistics(std::int64_t begin, std::int64_t end) const {
   cpu::RowStatistic job;
   job.subtree_sums = arena_.subtree_sums.as<float>();
   job.count = static_cast<std::int64_t>(levels_.size());
   job.levels = levels_.data();
-  job.begin = 0;
-  job.end = batch.unique_count;
+  job.begin = begin;
+  job.end = end;
   job.statistics = arena_.statistics.as<float>();
   kernels_.row_statistic(job);
-  return core::gradient_norm(kernels_.dyadic_sum(job.statistics, batch.unique_count));
+}
+
+float ColumnSharded::norm(const BatchIds& batch) const {
+  return core::gradient_norm(kernels_.dyadic_sum(arena_.statistics.as<float>(), batch.unique_count));
 }
 
 std::int64_t ColumnSharded::apply(const BatchIds& batch, const UpdateRule& rule, float norm,

@@ -46,8 +46,9 @@ class ColumnSharded {
   void index(BatchIds& batch) const;
   // Canonical sums of the gradient rows over this rank's columns, and its subtrees of the row statistic.
   void sum(const BatchIds& batch, int rank, int part, int parts) const;
-  // Row statistics from all ranks' subtrees; returns the global norm.
-  float finish_norm(const BatchIds& batch) const;
+  // Statistics of the rows [begin, end) of the distinct ids, from all ranks' subtrees; and the global norm, from all.
+  void statistics(std::int64_t begin, std::int64_t end) const;
+  float norm(const BatchIds& batch) const;
   // The optimizer's rule on this rank's columns. Returns how many fp16 stores saturated.
   std::int64_t apply(const BatchIds& batch, const UpdateRule& rule, float norm, const UpdateRound::Rank& buffers,
                      int rank, int part, int parts) const;

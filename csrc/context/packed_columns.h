@@ -35,6 +35,7 @@ class PackedColumns {
 
   // Of one row, packed.
   std::int64_t bytes() const { return packed_bytes_; }
+  std::int64_t row_bytes() const { return row_bytes_; }
 
   void pack(const void* rows, std::int64_t count, void* packed) const {
     const char* from = static_cast<const char*>(rows);

@@ -27,40 +27,45 @@ struct Peers::State {
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
   bool stops = false;
-  std::optional<std::string> farewell;  // to be announced
+  std::optional<std::string> farewell;  // to be announced, unless it is empty, before everything ends
   std::optional<std::string> told;
 
   void work() {
     std::unique_lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return stops || farewell || !tasks.empty(); });
-      if (farewell) {
-        const std::string why = *std::exchange(farewell, std::nullopt);
-        lock.unlock();
-        transport->announce(why);
-      } else if (!tasks.empty()) {
-        std::function<void()> task = std::move(tasks.front());
-        tasks.pop_front();
-        lock.unlock();
-        task();
-        task = nullptr;  // it may hold the last reference to the pipeline
-      } else {
-        return;
-      }
+      changed.wait(lock, [&] { return stops || !tasks.empty(); });
+      if (tasks.empty()) return;
+      std::function<void()> task = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      task();
+      task = nullptr;  // it may hold the last reference to the pipeline
       lock.lock();
     }
   }
 
+  // Apart from the work, which may be waiting for a process that will not come.
   void listen(std::chrono::duration<double> pause) {
     std::unique_lock lock(mutex);
-    while (!changed.wait_for(lock, pause, [&] { return stops; })) {
-      lock.unlock();
-      std::optional<std::string> heard = transport->announced();
-      lock.lock();
-      if (!heard) continue;
-      told = std::move(heard);
-      changed.notify_all();
-      return;
+    for (;;) {
+      changed.wait_for(lock, pause, [&] { return stops || farewell; });
+      if (farewell) {
+        const std::string why = *std::exchange(farewell, std::nullopt);
+        lock.unlock();
+        if (!why.empty()) transport->announce(why);
+        transport->end();  // and no earlier: its connections close, and the others must know why
+        lock.lock();
+      } else if (stops) {
+        lock.unlock();
+        transport->end();
+        return;
+      } else if (!told) {
+        lock.unlock();
+        std::optional<std::string> heard = transport->announced();
+        lock.lock();
+        told = std::move(heard);
+        if (told) changed.notify_all();
+      }
     }
   }
 };
@@ -94,11 +99,13 @@ Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessM
     if (spec.lookup_only) continue;
     peer.grads_out = Buffer(kNoticeBytes + own_tokens * columns_[process].bytes());
     peer.grads_in = Buffer(kNoticeBytes + peer.tokens * columns_[self].bytes());
-    peer.sums_out = Buffer(unique * subtrees_[self].bytes());
-    peer.sums_in = Buffer(unique * subtrees_[process].bytes());
+    const Slice slice = slice_of(self, unique);
+    peer.sums_in = Buffer((slice.end - slice.begin + 1) * subtrees_[process].bytes());  // slices differ by a row
     // Before anything is staged its place is sent along with a notice that says so.
     std::memset(peer.grads_out.as<char>(), 0, static_cast<std::size_t>(peer.grads_out.bytes()));
   }
+
+  if (!spec.lookup_only) sums_out_ = Buffer(unique * subtrees_[self].bytes());
 
   state_->transport = std::move(transport);
   std::thread([state = state_] { state->work(); }).detach();
@@ -110,7 +117,6 @@ std::chrono::duration<double> Peers::listening_pause() const {
 }
 
 Peers::~Peers() {
-  state_->transport->end();
   {
     std::lock_guard lock(state_->mutex);
     state_->stops = true;
@@ -129,9 +135,8 @@ void Peers::post(std::function<void()> task) {
 void Peers::give_up(const std::string& why) noexcept {
   {
     std::lock_guard lock(state_->mutex);
-    if (!why.empty()) state_->farewell = why;
+    if (!state_->farewell) state_->farewell = why;
   }
-  state_->transport->end();
   state_->changed.notify_all();
 }
 
@@ -276,26 +281,47 @@ const std::vector<Notice>& Peers::begin_update(const Notice& mine, void* grads) 
 
 void Peers::exchange_ids(std::int32_t* ids) { begin_lookup({}, ids); }
 
-void Peers::exchange_subtree_sums(float* sums, std::int64_t unique) {
+Peers::Slice Peers::slice_of(std::size_t process, std::int64_t unique) const {
+  const auto count = static_cast<std::int64_t>(peers_.size());
+  if (!slices()) return {0, unique};
+  const auto place = static_cast<std::int64_t>(process);
+  return {unique * place / count, unique * (place + 1) / count};
+}
+
+Peers::Slice Peers::exchange_subtree_sums(float* sums, std::int64_t unique) {
+  const auto self = static_cast<std::size_t>(map_.self);
+  const Slice mine = slice_of(self, unique);
+  const std::int64_t own_bytes = subtrees_[self].bytes();
+  subtrees_[self].pack(sums, unique, sums_out_.as<void>());
   for (std::size_t process = 0; process < peers_.size(); ++process) {
-    Peer& peer = peers_[process];
-    if (peer.tokens == 0) continue;
-    const PackedColumns& own = subtrees_[static_cast<std::size_t>(map_.self)];
-    own.pack(sums, unique, peer.sums_out.as<void>());
-    sent_[process] = {peer.sums_out.as<void>(), unique * own.bytes()};
-    received_[process] = {peer.sums_in.as<void>(), unique * subtrees_[process].bytes()};
+    const Slice theirs = slice_of(process, unique);
+    sent_[process] = {sums_out_.as<char>() + theirs.begin * own_bytes, (theirs.end - theirs.begin) * own_bytes};
+    received_[process] = {peers_[process].sums_in.as<void>(), (mine.end - mine.begin) * subtrees_[process].bytes()};
   }
   exchange_blocks();
   for (std::size_t process = 0; process < peers_.size(); ++process) {
-    if (peers_[process].tokens > 0) subtrees_[process].unpack(peers_[process].sums_in.as<void>(), unique, sums);
+    if (process == self) continue;
+    const PackedColumns& their = subtrees_[process];
+    their.unpack(peers_[process].sums_in.as<void>(), mine.end - mine.begin, sums + mine.begin * their.row_bytes() / 4);
   }
+  return mine;
+}
+
+void Peers::exchange_statistics(float* statistics, std::int64_t unique) {
+  const Slice mine = slice_of(static_cast<std::size_t>(map_.self), unique);
+  for (std::size_t process = 0; process < peers_.size(); ++process) {
+    const Slice theirs = slice_of(process, unique);
+    sent_[process] = {statistics + mine.begin, (mine.end - mine.begin) * 4};
+    received_[process] = {statistics + theirs.begin, (theirs.end - theirs.begin) * 4};
+  }
+  exchange_blocks();
 }
 
 std::int64_t Peers::bytes() const {
-  std::int64_t total = 0;
+  std::int64_t total = sums_out_.bytes();
   for (const Peer& peer : peers_) {
-    for (const Buffer* buffer : {&peer.ids_out, &peer.ids_in, &peer.rows_out, &peer.rows_in, &peer.grads_out,
-                                 &peer.grads_in, &peer.sums_out, &peer.sums_in}) {
+    for (const Buffer* buffer :
+         {&peer.ids_out, &peer.ids_in, &peer.rows_out, &peer.rows_in, &peer.grads_out, &peer.grads_in, &peer.sums_in}) {
       total += buffer->bytes();
     }
   }

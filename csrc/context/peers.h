@@ -50,8 +50,17 @@ class Peers {
   // width].
   const std::vector<Notice>& begin_update(const Notice& mine, void* grads);
   void exchange_ids(std::int32_t* ids);
-  // `sums`: [unique, subtrees of all ranks], those of this process's ranks are there.
-  void exchange_subtree_sums(float* sums, std::int64_t unique);
+  // `sums`: [unique, subtrees of all ranks], those of this process's ranks are there. The others are filled in for a
+  // slice of the rows, whose statistics are this process's to work out: with two processes all rows, else a share, so
+  // that what one sends does not grow with the number of processes.
+  struct Slice {
+    std::int64_t begin;
+    std::int64_t end;
+  };
+  bool slices() const { return peers_.size() > 2; }
+  Slice exchange_subtree_sums(float* sums, std::int64_t unique);
+  // `statistics`: [unique], this process's slice is there.
+  void exchange_statistics(float* statistics, std::int64_t unique);
 
   // The columns that peers hold, of the part'th of `parts` pieces of a rank's tokens, after exchange_rows.
   void unpack_rows(int rank, int part, int parts, void* destination) const;
@@ -59,7 +68,7 @@ class Peers {
   void stage(int rank, const void* grads);
   void unstage(int rank, void* grads) const;
 
-  // Ends every exchange, and lets the other processes know why, unless `why` is empty.
+  // Lets the other processes know why, unless `why` is empty, and ends every exchange. Returns at once.
   void give_up(const std::string& why) noexcept;
   // Why another process has given up, as far as it is known; and after a moment in which one may still say so.
   std::optional<std::string> told() const;
@@ -76,13 +85,14 @@ class Peers {
     Buffer ids_out, ids_in;      // Notice and ids
     Buffer rows_out, rows_in;    // [its tokens, own columns], [own tokens, its columns]
     Buffer grads_out, grads_in;  // Notice and [own tokens, its columns], Notice and [its tokens, own columns]
-    Buffer sums_out, sums_in;    // [unique, own subtrees], [unique, its subtrees]
+    Buffer sums_in;              // [own slice of the rows, its subtrees]
   };
 
   // How often one asks whether another process has given up.
   std::chrono::duration<double> listening_pause() const;
   void exchange(Buffer Peer::* out, Buffer Peer::* in);
   void exchange_blocks();
+  Slice slice_of(std::size_t process, std::int64_t unique) const;
   const std::vector<Notice>& read_notices(const Notice& mine, Buffer Peer::* in);
 
   const ContextSpec& spec_;
@@ -90,6 +100,7 @@ class Peers {
   std::vector<PackedColumns> columns_;   // by process: within rows of the table
   std::vector<PackedColumns> subtrees_;  // by process: within the subtree sums of a row
   std::vector<Peer> peers_;              // by process; the own one's buffers are empty
+  Buffer sums_out_;                      // [unique, own subtrees]
   std::vector<Notice> notices_;
   std::vector<comm::Block> sent_;
   std::vector<comm::Inbox> received_;

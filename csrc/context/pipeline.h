@@ -118,6 +118,8 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   void lookup_with_peers(std::int64_t start);
   void update_with_peers(std::int64_t start);
   void share_sums(std::int64_t step);
+  void share_statistics(std::int64_t step);
+  std::int64_t unique_of(const UpdateRound& round) const;
   // Runs `body`, which waits for other processes while `round` runs; null where the start was refused here.
   template <typename Body>
   void with_peers(const char* call, std::int64_t step, Progress* round, Body body);

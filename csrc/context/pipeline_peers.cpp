@@ -176,15 +176,33 @@ void Pipeline::update_with_peers(std::int64_t start) {
 
 void Pipeline::share_sums(std::int64_t step) {
   UpdateRound& round = update_round(step);  // stays this step's while its work runs
-  const BatchIds* batch = nullptr;
-  {
-    Lock lock(mutex_);
-    batch = batches_[round.batch].get();
-  }
+  const std::int64_t unique = unique_of(round);
   with_peers("update start", step, &round, [&] {
-    peers_->exchange_subtree_sums(work_.arena().subtree_sums.as<float>(), batch->unique_count);
+    const Peers::Slice mine = peers_->exchange_subtree_sums(work_.arena().subtree_sums.as<float>(), unique);
+    executor_.submit([self = shared_from_this(), step, mine, unique] {
+      self->guarded("update", [&] {
+        self->work_.statistics(mine.begin, mine.end);
+        if (!self->peers_->slices()) {
+          self->decide(step);
+        } else {
+          self->peers_->post([self, step] { self->share_statistics(step); });
+        }
+      });
+    });
+  });
+}
+
+void Pipeline::share_statistics(std::int64_t step) {
+  UpdateRound& round = update_round(step);
+  with_peers("update start", step, &round, [&] {
+    peers_->exchange_statistics(work_.arena().statistics.as<float>(), unique_of(round));
     executor_.submit([self = shared_from_this(), step] { self->guarded("update", [&] { self->decide(step); }); });
   });
+}
+
+std::int64_t Pipeline::unique_of(const UpdateRound& round) const {
+  Lock lock(mutex_);
+  return batches_[round.batch]->unique_count;
 }
 
 void Pipeline::why_refused(Notice& notice) const {

@@ -206,8 +206,9 @@ void Pipeline::index_then_sum(std::int64_t step) {
   parallel(
       static_cast<int>(local_.size()) * parts,
       [this, batch, parts](int job) { work_.sum(*batch, local_[job / parts], job % parts, parts); },
-      [this, step] {
+      [this, step, batch] {
         if (peers_ == nullptr) {
+          work_.statistics(0, batch->unique_count);
           decide(step);
         } else {
           peers_->post([self = shared_from_this(), step] { self->share_sums(step); });
@@ -221,7 +222,7 @@ void Pipeline::decide(std::int64_t step) {
     Lock lock(mutex_);
     batch = batches_[update_round(step).batch].get();
   }
-  const float norm = work_.finish_norm(*batch);
+  const float norm = work_.norm(*batch);
   bool applies = false;
   {
     Lock lock(mutex_);

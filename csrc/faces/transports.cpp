@@ -107,17 +107,17 @@ py::list exchange(Transport& transport, const std::vector<std::string>& sent, co
 
 void define_transports(py::module_& m) {
   // An OSError with two attributes more: `kind` ("timeout", "lost" or "ended") and `peers`.
-  static py::object transport_error =
-      py::reinterpret_steal<py::object>(PyErr_NewException("torch_ext._C.TransportError", PyExc_OSError, nullptr));
-  m.attr("TransportError") = transport_error;
+  // Kept for good: it may be raised while the interpreter ends.
+  static PyObject* const transport_error = PyErr_NewException("torch_ext._C.TransportError", PyExc_OSError, nullptr);
+  m.attr("TransportError") = py::reinterpret_borrow<py::object>(transport_error);
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const TransportError& error) {
-      py::object raised = transport_error(error.what());
+      const py::object raised = py::reinterpret_borrow<py::object>(transport_error)(error.what());
       raised.attr("kind") = name_of(error.kind());
       raised.attr("peers") = py::cast(error.peers());
-      PyErr_SetObject(transport_error.ptr(), raised.ptr());
+      PyErr_SetObject(transport_error, raised.ptr());
     }
   });
 

@@ -181,6 +181,19 @@ def test_good_kernels_have_no_problem():
     assert problems(gather(), update()) == []
 
 
+def test_an_architecture_may_have_a_bound_of_its_own():
+    rules = (Rule("lookup", "Gather<", registers=32, wide="<16>", registers_on_10=40),)
+    for architecture, registers, wanted in (
+        ("sm_90", 33, ["33 registers, more than 32"]),
+        ("sm_100", 40, []),
+        ("sm_100", 41, ["41 registers, more than 40"]),
+    ):
+        kernel = gather(architecture=architecture, registers=registers)
+        listing = Listing([kernel], ["--fmad false"])
+        found = kernel_rules.problems(listing, [architecture], rules)
+        assert [problem.rpartition(": ")[2] for problem in found] == wanted
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -35,7 +35,7 @@ def run(function: str, arguments: dict[str, Any], environment: dict[str, str], d
         os._exit(1)
     from jax_bridge import processes
 
-    processes.shutdown()
+    processes.shutdown(timeout_seconds=3)
     os._exit(0)
 
 
@@ -111,6 +111,12 @@ def exchanges(number: int, size: int, port: int) -> Any:
     return [transport.self, transport.size]
 
 
+def other_sizes(number: int, size: int, port: int) -> Any:
+    transport = connect(number, size, port, "other sizes")
+    own = 1000 * (number + 1)
+    return outcome(lambda: transport.exchange([b"x" * own] * size, [own] * size, 1.0))
+
+
 def late_peers(number: int, size: int, port: int) -> Any:
     """Processes 2 and above come to the second exchange when the others have given up."""
     transport = connect(number, size, port, "late")
@@ -163,25 +169,38 @@ def killed_peer(number: int, size: int, port: int) -> Any:
 
 
 def stopped_peer(number: int, size: int, port: int) -> Any:
-    """The last process is stopped while it sends a large block; what it sends afterwards must not arrive anywhere."""
+    """Process 1 is stopped in the middle of a block; what it sends afterwards must not arrive anywhere."""
     transport = connect(number, size, port, "stop")
-    transport.exchange([b"x"] * size, [1] * size, 30)
-    many = 64 * 2**20
-    if number == size - 1:
-        threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
-        time.sleep(0.015)
-        return outcome(lambda: transport.exchange_into([bytes(many)] * size, [None] * size, 5))
-    inbox = bytearray(b"\x11" * many)
-    received = [inbox if peer == size - 1 else None for peer in range(size)]
-    failed = outcome(lambda: transport.exchange_into([None] * size, received, 1.5))
-    arrived = many - inbox.count(b"\x11")
-    inbox[:] = b"\x55" * many
-    say(f"given up {number}")
-    wait_for("goes on")
+    many = 96 * 2**20
+    attempts = 10  # a transfer may be over before anybody has seen it begin
+    if number == 1:
+        transport.exchange([b"%10d" % os.getpid(), b""], [0, 0], 30)
+        for _ in range(attempts):
+            if outcome(lambda: transport.exchange_into([bytes(many), None], [None, None], 5))["type"]:
+                return None
+    sender = int(transport.exchange([b"", b""], [0, 10], 30)[1])
+
+    def stop_sender() -> None:
+        while inbox[0] == 0x11:
+            time.sleep(0)
+        os.kill(sender, signal.SIGSTOP)
+
+    for _ in range(attempts):
+        inbox = bytearray(b"\x11") * many
+        stopping = threading.Thread(target=stop_sender)
+        stopping.start()
+        failed = outcome(lambda: transport.exchange_into([None, None], [None, inbox], 1.5))  # noqa: B023
+        stopping.join()
+        if failed["type"]:
+            break
+        os.kill(sender, signal.SIGCONT)
+    arrived = many - inbox.count(0x11)
+    inbox[:] = bytearray(b"\x55") * many
+    os.kill(sender, signal.SIGCONT)
     time.sleep(1.5)
-    untouched = inbox.count(b"\x55") == many
+    untouched = inbox.count(0x55) == many
     transport.end()
-    return [failed, untouched, arrived]
+    return [failed, untouched, arrived / many]
 
 
 def files_of_transports(number: int, size: int, port: int) -> Any:
@@ -363,7 +382,7 @@ def meetings(number: int, size: int, port: int) -> Any:
 
 def three_meet(number: int, size: int, port: int) -> Any:
     """Three processes of one device: who is missing, who stands at another board, who has died."""
-    join(number, size, port, heartbeat_timeout_seconds=10)
+    join(number, size, port, heartbeat_timeout_seconds=4)
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -380,14 +399,54 @@ def three_meet(number: int, size: int, port: int) -> Any:
     if number != 2:
         results["meshes"] = outcome(lambda: meeting.meet(handle_of("meshes", mesh, **shape), 20))
 
-    if number == 2:
+    if number == 2:  # leaves its note behind
         threading.Thread(target=lambda: meeting.meet(handle_of("dead", **shape), 30), daemon=True).start()
         time.sleep(1.0)
+        say("dies")
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_for("dies")
+    time.sleep(0.2)
     results["dead"] = outcome(lambda: meeting.meet(handle_of("dead", **shape), 2.5))
     # The survivors go on among themselves, well after JAX has noticed.
     say(f"alive {number}")
     wait_for(f"alive {1 - number}")
-    time.sleep(13)
+    time.sleep(6)
     results["survivors"] = use(meeting.meet(handle_of("survivors", two, emb_width=12, tokens_per_batch=12), 20))
     return results
+
+
+def replaced(number: int, size: int, port: int, newcomer: bool = False) -> Any:
+    """Process 1 is killed in a context, another one takes its place, and the context opens again."""
+    join(number, size, port, rejoin=newcomer, heartbeat_timeout_seconds=10)
+    from jax_bridge import meeting
+
+    handle = handle_of("again")
+    if newcomer:
+        return use(meeting.meet(handle, 40))
+    (transport,) = meeting.meet(handle, 40)
+    use([transport])
+    say(f"ready {number}")
+    if number == 1:
+        time.sleep(60)
+    failed = outcome(lambda: transport.exchange([b"x"] * size, [1] * size, 40))
+    transport.announce("gave up")
+    transport.end()
+    return [failed, use(meeting.meet(handle, 40))]
+
+
+def stopped_store(number: int, size: int, port: int) -> Any:
+    """The process that serves the store is stopped: who has to tell that must not wait for it."""
+    transport = connect(number, size, port, "stopped")
+    say(f"ready {number}")
+    if number == 0:
+        wait_for("told")
+        return None
+    wait_for("stopped")
+    start = time.monotonic()
+    transport.announce("nobody hears it")
+    heard = transport.announced()
+    seconds = time.monotonic() - start
+    transport.end()
+    del transport
+    say("told")
+    return [heard, seconds]

@@ -18,17 +18,23 @@ def join(number: int, size: int, port: int, **options: Any) -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()), ("table",))
 
 
-def fifty_steps(number: int, size: int, port: int, cases: list[list[Any]], stalenesses: list[int]) -> list[str]:
-    """The digest of each run of the fifty steps: everything that they give, on every process."""
+def fifty_steps(number: int, size: int, port: int, cases: list[list[Any]], stalenesses: list[int]) -> dict[str, Any]:
+    """The digest of each run of the fifty steps: everything that they give, on every process. And the bytes that each
+    has sent."""
     from tests.jax_bridge import _fifty_steps as fifty
+    from tests.jax_bridge import _programs as programs
 
     mesh = join(number, size, port)
-    digests = []
+    digests, sent = [], []
     for staleness in stalenesses:
         for dtype, *rule in cases:
             handle = fifty.handle_on_mesh(dtype, mesh, name=f"fifty steps of {dtype}")
-            digests.append(fifty.run_on(handle, (dtype, *rule), staleness=staleness).digest())
-    return digests
+            outcome = programs.observe(
+                handle, fifty.start_of(dtype), fifty.batches_of(dtype), fifty.rule_of(*rule), staleness=staleness
+            )
+            digests.append(outcome.run.digest())
+            sent.append(outcome.stats["bytes_sent"])
+    return {"process": jax.process_index(), "digests": digests, "sent": sent}
 
 
 def digest_of(tree: Any) -> str:

@@ -26,13 +26,19 @@ class Job:
     """Processes 0 to n-1 of one call; they run from the start."""
 
     def __init__(
-        self, function: str, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]], directory: Path
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        environments: Sequence[Mapping[str, str]],
+        directory: Path,
+        first: int = 0,
     ) -> None:
         self.outputs = [directory / f"output-{number}.txt" for number in range(len(environments))]
         self.directory = directory
+        self.port = arguments["port"]
         self.processes = []
         for number, (environment, output) in enumerate(zip(environments, self.outputs, strict=True)):
-            given = {**arguments, "number": number}
+            given = {**arguments, "number": first + number}
             process = _SERVER.Process(
                 target=_children.run,
                 args=(function, given, dict(environment), str(directory), str(output)),
@@ -107,13 +113,14 @@ def _starter(directory: Path) -> Iterator[Callable[..., Job]]:
         processes: int,
         devices: int = 1,
         environment: Callable[[int], Mapping[str, str]] = lambda number: {},
+        first: int = 0,
         **arguments: Any,
     ) -> Job:
         count = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         environments = [{**count, **environment(number)} for number in range(processes)]
         own = directory / str(len(jobs))
         own.mkdir()
-        jobs.append(Job(function, {"size": processes, "port": free_port(), **arguments}, environments, own))
+        jobs.append(Job(function, {"size": processes, "port": free_port(), **arguments}, environments, own, first))
         return jobs[-1]
 
     yield start_job

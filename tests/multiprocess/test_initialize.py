@@ -52,7 +52,7 @@ def test_what_cannot_work_is_refused_by_name(start):
         "rank": "process_id=2 and num_processes=2 (from torchrun) contradict each other",
         "half": "of torchrun's variables WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set",
         "contradiction": "num_processes=4 contradicts torchrun's WORLD_SIZE=2",
-        "alone": "cannot join its job: of 2 processes 1 did not come within 1 s; 0 came",
+        "alone": "cannot join its job: of 2 processes 1 did not come within 1 s; 0 did",
         "unreachable": "could not be reached within 1 s",
         "late": "came too late to make this process 1 of 2: JAX has its devices already",
     }

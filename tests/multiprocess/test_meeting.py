@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -82,7 +84,7 @@ def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
         assert results["all"] == [3]
         assert "within 1.5 s process 2 (rank 2; device 4096) did not come" in results["missing"]["text"]
         assert results["missing"]["notes"][0] == "Seen: process 0 (rank 0; device 0), process 1 (rank 1; device 2048)"
-        assert "within 2.5 s process 2 (rank 2; device 4096) came, but does not answer" in results["dead"]["text"]
+        assert "within 2.5 s process 2 (rank 2; device 4096) came, but did not answer" in results["dead"]["text"]
         assert results["survivors"] == [2]
     assert (
         "its mesh is over processes [0, 1] in process 0, but over processes [0, 1, 2] in process 1"
@@ -94,3 +96,15 @@ def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
     )
     for results in (first, second):
         assert results["meshes"]["seconds"] < SECONDS
+
+
+def test_a_context_opens_again_with_a_process_that_took_a_place(start):
+    job = start("replaced", processes=2)
+    job.wait_for_file("ready 0")
+    job.wait_for_file("ready 1")
+    job.signal(1, signal.SIGKILL)
+    newcomer = start("replaced", processes=1, first=1, size=2, port=job.port, newcomer=True)
+    failed, again = job.wait(may_die=[1])[0]
+    assert (failed["kind"], failed["peers"]) == ("lost", [1])
+    assert again == [2]
+    assert newcomer.wait() == [[2]]

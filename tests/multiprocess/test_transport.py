@@ -25,6 +25,12 @@ def test_a_timeout_names_all_who_are_late_and_nobody_else(start):
         assert again["seconds"] < waited["seconds"] / 2
 
 
+def test_blocks_of_sizes_that_nobody_awaits_count_as_late_and_harm_nothing(start):
+    """Where processes have come to different points of their programs."""
+    for number, result in enumerate(start("other_sizes", processes=2).wait()):
+        assert (result["kind"], result["peers"]) == ("timeout", [1 - number])
+
+
 def test_end_wakes_an_exchange_and_its_reason_reaches_the_others(start):
     ender, other, late = start("ends", processes=3).wait()
     announced, waited, later = ender
@@ -49,12 +55,9 @@ def test_a_killed_peer_is_named_as_lost(start):
 
 
 def test_a_buffer_of_a_failed_exchange_is_not_written_any_more(start):
-    job = start("stopped_peer", processes=2)
-    job.wait_for_file("given up 0")
-    (job.directory / "goes on").touch()
-    job.signal(1, signal.SIGCONT)
-    failed, untouched, _ = job.wait()[0]
+    failed, untouched, arrived = start("stopped_peer", processes=2).wait()[0]
     assert (failed["kind"], failed["peers"]) == ("timeout", [1])
+    assert 0 < arrived < 1
     assert untouched
 
 
@@ -77,3 +80,15 @@ def test_every_failure_to_connect_says_what_to_do(start):
         assert results[name]["type"] == "ProcessGroupError", results[name]
         assert text in results[name]["text"]
         assert "\n" not in results[name]["text"]
+
+
+def test_nobody_waits_for_a_store_that_is_stopped(start):
+    job = start("stopped_store", processes=2)
+    job.wait_for_file("ready 0")
+    job.wait_for_file("ready 1")
+    job.signal(0, signal.SIGSTOP)
+    (job.directory / "stopped").touch()
+    job.wait_for_file("told")
+    job.signal(0, signal.SIGCONT)
+    heard, _ = job.wait()[1]
+    assert heard is None

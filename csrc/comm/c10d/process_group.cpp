@@ -83,8 +83,12 @@ void ProcessGroupTransport::exchange(std::span<const Block> sent, std::span<cons
 std::vector<ProcessGroupTransport::Operation> ProcessGroupTransport::post(::c10d::Backend& backend,
                                                                           std::span<const Block> sent,
                                                                           std::span<const Inbox> received) {
-  // A tag of its own for every exchange: what was meant for another one can never arrive in this one.
-  const int tag = static_cast<int>(exchanges_ & 0x7fffffff);
+  // A tag of its own for every exchange, and for every size of a block: what was meant for another one can never arrive
+  // in this one. A process that is at another point of the program than its peers sends what nobody awaits, and is
+  // late.
+  const auto tag_of = [&](std::int64_t bytes) {
+    return static_cast<int>((exchanges_ & 0x7fff) << 16 | ((bytes ^ bytes >> 16 ^ bytes >> 32) & 0xffff));
+  };
   std::vector<Operation> pending;
   std::vector<int> lost;
   const auto start = [&](int peer, void* data, std::int64_t bytes, auto&& operation) {
@@ -98,12 +102,14 @@ std::vector<ProcessGroupTransport::Operation> ProcessGroupTransport::post(::c10d
     }
   };
   for (int peer = 0; peer < size_; ++peer) {
-    start(peer, received[peer].data, received[peer].bytes,
-          [&](std::vector<at::Tensor>& tensors, int from) { return backend.recv(tensors, from, tag); });
+    start(peer, received[peer].data, received[peer].bytes, [&](std::vector<at::Tensor>& tensors, int from) {
+      return backend.recv(tensors, from, tag_of(tensors[0].numel()));
+    });
   }
   for (int peer = 0; peer < size_; ++peer) {
-    start(peer, const_cast<void*>(sent[peer].data), sent[peer].bytes,
-          [&](std::vector<at::Tensor>& tensors, int to) { return backend.send(tensors, to, tag); });
+    start(peer, const_cast<void*>(sent[peer].data), sent[peer].bytes, [&](std::vector<at::Tensor>& tensors, int to) {
+      return backend.send(tensors, to, tag_of(tensors[0].numel()));
+    });
   }
   if (!lost.empty()) {
     throw TransportError(TransportError::Kind::kLost, lost,
@@ -139,17 +145,14 @@ void ProcessGroupTransport::wait_for_all(std::vector<Operation>& pending, std::c
     }
     if (!is_over()) continue;
 
-    {
-      std::lock_guard lock(mutex_);
-      wake_every_ = kShortTick;
-    }
-    changed_.notify_all();
+    set_tick(kShortTick);
     std::vector<int> late;
     for (const Operation& operation : pending) {
       // Twice, because a call of the waker's may be left over from before.
       if (wait_for(operation, false) == Outcome::kDone || wait_for(operation, false) == Outcome::kDone) continue;
       add(late, operation.peer);
     }
+    set_tick(kTick);
     if (late.empty()) return;
     std::sort(late.begin(), late.end());
     std::ostringstream what;
@@ -185,6 +188,14 @@ void ProcessGroupTransport::wake_regularly() {
     changed_.wait_for(lock, wake_every_);
     if (waiting_) waiting_->abort();
   }
+}
+
+void ProcessGroupTransport::set_tick(std::chrono::milliseconds tick) {
+  {
+    std::lock_guard lock(mutex_);
+    wake_every_ = tick;
+  }
+  changed_.notify_all();
 }
 
 void ProcessGroupTransport::end() noexcept {

@@ -29,6 +29,7 @@ class ProcessGroupTransport final : public Transport {
   int self() const override { return self_; }
 
   // After one has failed, every later exchange throws the same: the processes no longer agree about what comes next.
+  // Announce it and end() soon, for what peers still send has nowhere to go, and Gloo's thread keeps looking for it.
   void exchange(std::span<const Block> sent, std::span<const Inbox> received,
                 std::chrono::nanoseconds timeout) override;
 
@@ -49,6 +50,7 @@ class ProcessGroupTransport final : public Transport {
   void wait_for_all(std::vector<Operation>& pending, std::chrono::nanoseconds timeout);
   Outcome wait_for(const Operation& operation, bool only_look);
   void wake_regularly();
+  void set_tick(std::chrono::milliseconds tick);
   std::string exchange_name() const;
 
   const int size_;
