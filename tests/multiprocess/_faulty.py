@@ -73,7 +73,7 @@ def report(work: Callable[[], None], close: Callable[[], None] = lambda: None) -
     with contextlib.suppress(Exception):
         close()
     told["closed_at"] = clock()
-    processes.shutdown(timeout_seconds=1)
+    processes.shutdown(timeout_seconds=5)  # the dead one never leaves
     told["ended_at"] = clock()
     return told
 

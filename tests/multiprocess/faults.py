@@ -37,11 +37,11 @@ INTRODUCTION = """\
 
 What happens to a job when one of its processes comes to harm, measured by `python -m tests.multiprocess.faults`.
 
-One process of the job is killed (SIGKILL), stopped (SIGSTOP), or has all its connections to the others closed ("link"), at
-a point of its third or fifth step; or it is configured in another way than the others. Every other process must end by
-itself, with one line that names this process and the call or the step, within the timeout and {slack:g} s. The times are
-seconds from the fault (with another configuration: from the start of the work, compilation included) to that line, in
-the slowest process of {repetitions} repetitions. `ASYNC_EMB_TIMEOUT_SECONDS` is {timeout:g}.
+One process of the job is killed (SIGKILL), stopped (SIGSTOP), or has all its connections to the others closed ("link"),
+at a point of its third or fifth step; or it is configured in another way than the others. Every other process must end
+by itself, with one line that names this process and the call or the step, within the timeout and {slack:g} s. The times
+are seconds from the fault (with another configuration: from the start of the work, compilation included) to that line,
+in the slowest process of {repetitions} repetitions. `ASYNC_EMB_TIMEOUT_SECONDS` is {timeout:g}.
 """
 
 
