@@ -5,6 +5,7 @@ The client has no public interface in the supported versions of jax; nothing els
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -33,8 +34,15 @@ def backend_has_started() -> bool:
 def use_gloo_between_cpus() -> None:
     """Computations over CPU devices of several processes need it; where the user has chosen, that stays."""
     bound_collectives()
+    _let_sigterm_end_this_process()
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _let_sigterm_end_this_process() -> None:
+    # JAX takes it as a notice of preemption, which only programs that ask for notices ever look at.
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        jax.config.update("jax_enable_preemption_service", False)
 
 
 def detect(address: Any, num_processes: Any, process_id: Any, timeout_seconds: int) -> tuple[Any, Any, Any, Any]:

@@ -8,6 +8,7 @@ contexts fail too, with these words, so that every later call and every other pr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -22,8 +23,11 @@ from .topology import describe_processes, processes_of
 
 # How long those who have failed wait for the others to say so too: failures reach them within a moment of each other.
 PATIENCE_SECONDS = 2.0
+# And how long before process 0, on whose service all others depend, may leave without those who do not.
+LEAVING_SECONDS = 5.0
 
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|mpi_|collective|rendezvous", re.IGNORECASE)
+_LEFT = "async_emb/left"  # where processes.shutdown looks
 _BOARD = "async_emb/failed"
 _PAUSE_SECONDS = 0.05
 
@@ -58,17 +62,17 @@ def blame(handles: Sequence[AsyncEmbContextHandle], error: BaseException, where:
     raise failure from error
 
 
-def say_failed() -> None:
-    """Lets processes that call the roll know that this one lives. Does not wait."""
-    threading.Thread(target=_say, daemon=True).start()
+def say_failed(processes: Iterable[int]) -> None:
+    """Lets those of ``processes`` that call the roll know that this one lives. Whoever has not failed too within
+    LEAVING_SECONDS counts as gone, and process 0 does not wait for it when it ends. Does not wait."""
+    others = [process for process in processes if process != jax.process_index()]
+    threading.Thread(target=_say_and_look, args=(others,), daemon=True).start()
 
 
 def take_back() -> None:
     """Undoes `say_failed`, once the processes have met again."""
-    try:
+    with contextlib.suppress(ContextError):
         coordination.delete(f"{_BOARD}/{jax.process_index()}")
-    except ContextError:
-        return
 
 
 def _everyone(handle: AsyncEmbContextHandle) -> list[int]:
@@ -76,10 +80,20 @@ def _everyone(handle: AsyncEmbContextHandle) -> list[int]:
 
 
 def _say() -> None:
-    try:
+    with contextlib.suppress(ContextError):
         coordination.put(f"{_BOARD}/{jax.process_index()}", "")
-    except ContextError:
-        return
+
+
+def _say_and_look(others: Sequence[int]) -> None:
+    _say()
+    deadline = time.monotonic() + LEAVING_SECONDS
+    with contextlib.suppress(ContextError):
+        while silent := [p for p in others if str(p) not in coordination.below(_BOARD)]:
+            if time.monotonic() > deadline:
+                for process in silent:
+                    coordination.put(f"{_LEFT}/{process}", "")
+                return
+            time.sleep(_PAUSE_SECONDS)
 
 
 def _call_the_roll(handles: Iterable[AsyncEmbContextHandle]) -> list[int]:

@@ -23,7 +23,9 @@ from .snapshot_checks import validate
 from .snapshots import Snapshot
 from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
 from .token_ids import as_int32
+from .topology import processes_of
 from .train_checks import check_arguments, lost_update, require_last, require_usable
+from .waiting import wait_until_ready
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -248,6 +250,8 @@ class TrainStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._interrupt(error)
         lost = self._unflushed() if error is None and not self._failure_told else None
         try:
             self.close()
@@ -411,11 +415,28 @@ class TrainStep:
         """Forgets the steps that have finished, which raises where one has failed; with ``every``, waits for all."""
         try:
             while self._in_flight and (every or self._in_flight[0].is_ready()):
-                jax.block_until_ready(self._in_flight.popleft())
+                oldest = self._in_flight.popleft()
+                if self._spans_processes:
+                    wait_until_ready(oldest)
+                else:
+                    jax.block_until_ready(oldest)
         except BaseException as error:
+            if not isinstance(error, Exception):
+                self._interrupt(error)
             self._drain()  # buffers that the failed step has lent go back with the exception
             self._say_who(error, f"step {self._steps - len(self._in_flight) - 1}")
             raise
+
+    def _interrupt(self, signal: BaseException) -> None:
+        """Over several processes what runs may wait for another one, and the others wait for this one: ends it all."""
+        if not self._spans_processes:
+            return
+        what = f"process {jax.process_index()} was interrupted ({type(signal).__name__}) in step {self._steps}"
+        for table in self.tables.values():
+            for handle in table.open_handles():
+                runtime.abort_context(handle, f"async_emb {table.name!r}: {what}")
+        self._in_flight.clear()
+        self._note_failure()
 
     @contextlib.contextmanager
     def _names_who(self, where: str) -> Iterator[None]:
@@ -440,7 +461,7 @@ class TrainStep:
         self._failure_told = True
         if self._spans_processes and not self._has_said_failed:
             self._has_said_failed = True
-            survivors.say_failed()
+            survivors.say_failed(processes_of(next(iter(self.tables.values())).mesh))
 
     def _drain(self) -> None:
         for compiled in self._programs.values():

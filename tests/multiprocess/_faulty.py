@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def report(work: Callable[[], None], close: Callable[[], None] = lambda: None) -
     with contextlib.suppress(Exception):
         close()
     told["closed_at"] = clock()
-    processes.shutdown(timeout_seconds=5)  # the dead one never leaves
+    processes.shutdown()
     told["ended_at"] = clock()
     return told
 
@@ -214,6 +215,7 @@ class OwnStep:
 
 def own_step(number: int, size: int, port: int, fault: str, point: str, victim: int) -> Any:
     import jax_bridge as ae
+    from jax_bridge import survivors
 
     mesh = join(number, size, port)
     step = OwnStep(mesh, changed=point if fault == "configuration" and number == victim else "")
@@ -228,7 +230,11 @@ def own_step(number: int, size: int, port: int, fault: str, point: str, victim: 
         step.reset()
         step.run(HURT_STEP + 2, before)
 
-    return report(work, lambda: ae.close_context(step.handle))
+    def close() -> None:
+        ae.close_context(step.handle)
+        survivors.say_failed(range(size))
+
+    return report(work, close)
 
 
 def mark_start(number: int) -> None:
@@ -302,3 +308,105 @@ def hurt_at(fault: str, port: int, point: str, step: Any) -> None:
         hurt(fault, port)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# ---- Signals, stuck and slow processes, many contexts, and going on
+
+
+def interrupted(number: int, size: int, port: int, stop_seconds: float, staleness: int = 1) -> Any:
+    """The last process stays away from a step; the others are interrupted by the test, in the wait for it."""
+    from tests.jax_bridge import _training as training
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mesh = join(number, size, port)
+    step = training.make_step(mesh, staleness)
+    batches = training.make_batches(8)
+    with step:
+        state = training.start(step)
+        for count, (batch, upcoming) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
+            if count == 4 and number == size - 1:
+                time.sleep(stop_seconds)
+            if count == 4:
+                _children.say(f"waits {number}")
+            state, _ = step(state, batch, upcoming)
+    return "not interrupted"
+
+
+def late(number: int, size: int, port: int, seconds: float) -> Any:
+    """Process 1 comes to the third step's lookup_done so much later than the others."""
+
+    def before(step: int, call: str) -> None:
+        if number == 1 and (step, call) == (3, "lookup wait"):
+            (_children.DIRECTORY / "hurt").write_text(repr(clock()))
+            time.sleep(seconds)
+
+    step = OwnStep(join(number, size, port))
+
+    def work() -> None:
+        step.reset()
+        step.run(4, before)
+
+    told = report(work) if number != 1 or seconds < 900 else None
+    if told is None:
+        work()
+    return told
+
+
+def many_contexts(number: int, size: int, port: int, count: int = 20) -> Any:
+    """[open files, threads, resident KiB] after each time that a context was made, used and closed."""
+    import jax_bridge as ae
+
+    step = OwnStep(join(number, size, port))
+    seen = []
+    for _ in range(count):
+        step.reset()
+        step.step()
+        ae.close_context(step.handle)
+        time.sleep(0.1)
+        seen.append([_children.open_files(), len(os.listdir("/proc/self/task")), resident_kib()])
+    return seen
+
+
+def resident_kib() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def recover(number: int, size: int, port: int, rejoin: bool = False, directory: str = "") -> Any:
+    """Process 1 dies in the middle; one that takes its place goes on with the survivors, from a snapshot on disk."""
+    import pickle
+
+    from jax_bridge import FailedContextError, processes
+    from tests.jax_bridge import _training as training
+
+    from . import _tables
+
+    processes.initialize(f"127.0.0.1:{port}", size, number, timeout_seconds=60, rejoin=rejoin)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("table",))
+    step = training.make_step(mesh, 1)
+    batches = training.make_batches(9)
+    pairs = [*zip(batches, [*batches[1:], None], strict=True)]
+    saved = (Path(directory) if directory else _children.DIRECTORY) / "snapshot"
+    told = ""
+    if not rejoin:
+        state = training.start(step)
+        state, _ = training.train(step, state, pairs[:4])
+        snapshot = step.snapshot(state)
+        if number == 0:
+            saved.write_bytes(pickle.dumps(snapshot))
+        state, _ = training.train(step, state, pairs[4:5])
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            state, _ = training.train(step, state, pairs[5:])
+            step.flush(state)
+        except FailedContextError as error:
+            told = str(error)
+        step.close()
+        _children.say(f"closed {number}")
+    state = step.restore(pickle.loads(saved.read_bytes()))
+    state, _ = training.train(step, state, pairs[4:])
+    state = step.flush(state)
+    digest = _tables.digest_of(training.arrays_of(step, state))
+    step.close()
+    return {"told": told, "digest": digest}
