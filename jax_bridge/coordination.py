@@ -69,6 +69,21 @@ def delete(key: str) -> None:
     _call(_client().key_value_delete, key)
 
 
+def forget_devices() -> None:
+    """Ends JAX's backends, and with them the connections of XLA's collectives. Every array and mesh is gone."""
+    from jax._src.dispatch import runtime_tokens
+    from jax.extend.backend import clear_backends
+
+    runtime_tokens.clear()  # those of steps that have failed raise for ever
+    clear_backends()
+
+
+def forget_addresses() -> None:
+    """What processes have told each other about their devices, the dead one's part too. Nobody may have any then."""
+    for directory in ("cpu:gloo/", "cpu:global_topology/", "cpu:local_topology/"):
+        delete(directory)
+
+
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:

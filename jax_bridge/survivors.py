@@ -26,6 +26,7 @@ PATIENCE_SECONDS = 2.0
 # And how long before process 0, on whose service all others depend, may leave without those who do not.
 LEAVING_SECONDS = 5.0
 
+_OVER = "async_emb/start_over"
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|mpi_|collective|rendezvous", re.IGNORECASE)
 _LEFT = "async_emb/left"  # where processes.shutdown looks
 _BOARD = "async_emb/failed"
@@ -73,6 +74,35 @@ def take_back() -> None:
     """Undoes `say_failed`, once the processes have met again."""
     with contextlib.suppress(ContextError):
         coordination.delete(f"{_BOARD}/{jax.process_index()}")
+
+
+def start_over(survivors: Iterable[int], *, timeout_seconds: float = 60.0) -> None:
+    """Makes room, in a job on CPU, for a process that takes the place of one that died. All survivors call it, with
+    their numbers, after they have closed their steps; then the new one may start (``initialize(rejoin=True)``).
+
+    Every array, device and mesh of this process is gone after that: XLA keeps the broken connections of its collectives
+    as long as its devices. Make the mesh, the tables and the step anew, and go on from a snapshot.
+
+    Raises:
+        ContextError: not all survivors came in time.
+    """
+    everyone, here = sorted(survivors), jax.process_index()
+    deadline = time.monotonic() + timeout_seconds
+    coordination.forget_devices()
+    coordination.delete(f"{_BOARD}/{here}")
+    coordination.put(f"{_OVER}/{here}", "")
+    while True:
+        come = coordination.below(_OVER)
+        if here == everyone[0] and all(str(process) in come for process in everyone):
+            coordination.forget_addresses()
+            coordination.delete(f"{_OVER}/")
+            return
+        if here != everyone[0] and str(here) not in come:
+            return
+        if time.monotonic() > deadline:
+            missing = [process for process in everyone if str(process) not in come]
+            raise ContextError(f"async_emb start_over: processes {missing} did not come within {timeout_seconds:g} s")
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _everyone(handle: AsyncEmbContextHandle) -> list[int]:

@@ -376,7 +376,7 @@ def recover(number: int, size: int, port: int, rejoin: bool = False, directory: 
     """Process 1 dies in the middle; one that takes its place goes on with the survivors, from a snapshot on disk."""
     import pickle
 
-    from jax_bridge import FailedContextError, processes
+    from jax_bridge import FailedContextError, processes, survivors
     from tests.jax_bridge import _training as training
 
     from . import _tables
@@ -403,7 +403,10 @@ def recover(number: int, size: int, port: int, rejoin: bool = False, directory: 
         except FailedContextError as error:
             told = str(error)
         step.close()
+        survivors.start_over([process for process in range(size) if process != 1])
         _children.say(f"closed {number}")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("table",))
+        step = training.make_step(mesh, 1)
     state = step.restore(pickle.loads(saved.read_bytes()))
     state, _ = training.train(step, state, pairs[4:])
     state = step.flush(state)
