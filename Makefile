@@ -26,12 +26,14 @@ JOBS = $(shell $(RUN) torch_ext/build_config.py jobs)
 TEST_ARGS ?=
 NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
+SOAK_ARGS ?= --minutes 30
+FAULTS_ARGS ?=
 
-.PHONY: help build test asan-test lint format native-test native-test-asan native-test-tsan train clean
+.PHONY: help build test asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
 .PHONY: cuda-check cuda-check-all gpu-test
 
 help: ## Show the targets
-	@sed -n -E 's/^([a-z.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
+	@sed -n -E 's/^([a-z0-9.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
 		printf '  make %-18s %s\n' "$$target" "$$text"; done
 	@echo
 	@echo '  TEST_ARGS="-k layers"  more arguments for pytest     NATIVE_TEST_ARGS="-R arena"  for ctest'
@@ -110,6 +112,15 @@ gpu-test: $(if $(NAMED_PYTHON),,build) ## Run the GPU suite; PYTHON=python3 uses
 
 train: build $(VENV)/.movielens ## Train the two-tower example
 	$(RUN) -m examples.two_tower $(TRAIN_ARGS)
+
+train-4proc: build $(VENV)/.movielens ## Train it over 4 processes of 2 devices each on this machine
+	$(RUN) -m examples.multi_process --processes 4 --devices 2 $(TRAIN_ARGS)
+
+soak: build ## Train random shapes over 4 processes for 30 minutes; memory and open files must stay flat
+	$(RUN) -m tests.multiprocess.soak $(SOAK_ARGS)
+
+faults: build ## Hurt processes in every way at every point, 20 times each, and write docs/faults.md; takes hours
+	$(RUN) -m tests.multiprocess.faults --write docs/faults.md $(FAULTS_ARGS)
 
 clean: ## Remove .venv and everything that was built
 	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*

@@ -5,12 +5,14 @@ The client has no public interface in the supported versions of jax; nothing els
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 from jax._src import distributed, xla_bridge
 
 from .errors import ContextError
+from .timeouts import bound_collectives
 
 
 def is_running() -> bool:
@@ -31,8 +33,16 @@ def backend_has_started() -> bool:
 
 def use_gloo_between_cpus() -> None:
     """Computations over CPU devices of several processes need it; where the user has chosen, that stays."""
+    bound_collectives()
+    _let_sigterm_end_this_process()
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _let_sigterm_end_this_process() -> None:
+    # JAX takes it as a notice of preemption, which only programs that ask for notices ever look at.
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        jax.config.update("jax_enable_preemption_service", False)
 
 
 def detect(address: Any, num_processes: Any, process_id: Any, timeout_seconds: int) -> tuple[Any, Any, Any, Any]:
@@ -57,6 +67,21 @@ def below(directory: str) -> dict[str, str]:
 def delete(key: str) -> None:
     """Deletes ``key``; a slash at its end deletes everything below it. Does nothing where there is nothing."""
     _call(_client().key_value_delete, key)
+
+
+def forget_devices() -> None:
+    """Ends JAX's backends, and with them the connections of XLA's collectives. Every array and mesh is gone."""
+    from jax._src.dispatch import runtime_tokens
+    from jax.extend.backend import clear_backends
+
+    runtime_tokens.clear()  # those of steps that have failed raise for ever
+    clear_backends()
+
+
+def forget_addresses() -> None:
+    """What processes have told each other about their devices, the dead one's part too. Nobody may have any then."""
+    for directory in ("cpu:gloo/", "cpu:global_topology/", "cpu:local_topology/"):
+        delete(directory)
 
 
 def _client() -> Any:

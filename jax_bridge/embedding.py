@@ -267,7 +267,7 @@ class AsyncEmbedding:
     def stats(self) -> dict[str, float]:
         """Counters of the contexts that train, summed (see ``runtime.stats``); empty before the first step."""
         total: dict[str, float] = {}
-        for handle in self._open("train"):
+        for handle in self.open_handles("train"):
             for name, value in runtime.stats(handle).items():
                 total[name] = total.get(name, 0) + value
         if total:
@@ -276,7 +276,7 @@ class AsyncEmbedding:
 
     def check(self) -> None:
         """Raises what a context has to say (see ``runtime.check``). Every step must have finished."""
-        for handle in self._open():
+        for handle in self.open_handles():
             self._told[handle.context_id] = self._troubles(handle)
             early = self._early.pop(handle.context_id, None)
             try:
@@ -290,7 +290,7 @@ class AsyncEmbedding:
 
     def require_working(self) -> None:
         """Raises FailedContextError where a context has failed. Steps may run."""
-        for handle in self._open():
+        for handle in self.open_handles():
             runtime.require_working(handle)
 
     def has_news(self) -> bool:
@@ -300,25 +300,25 @@ class AsyncEmbedding:
             FailedContextError: a context has failed.
         """
         self.require_working()
-        for handle in self._open("train"):
+        for handle in self.open_handles("train"):
             if handle.num_unique < handle.tokens_per_batch and handle.context_id not in self._early:
                 try:
                     runtime.check_ids(handle)
                 except IdError as error:
                     self._early[handle.context_id] = error
-        handles = self._open()
+        handles = self.open_handles()
         return bool(self._early) or any(self._troubles(h) != self._told.get(h.context_id, 0) for h in handles)
 
     def close(self) -> None:
         """Closes every context. The next step opens what it needs again."""
-        for handle in self._open():
+        for handle in self.open_handles():
             runtime.close_context(handle)
         self._told.clear()
         self._early.clear()
 
     def close_failed(self) -> None:
         """Closes the contexts that have failed."""
-        for handle in self._open():
+        for handle in self.open_handles():
             try:
                 runtime.require_working(handle)
             except FailedContextError:
@@ -332,7 +332,8 @@ class AsyncEmbedding:
         counts = runtime.stats(handle)
         return counts["refused_calls"] + (counts["bad_ids"] if self.id_policy == "error" else 0)
 
-    def _open(self, purpose: str | None = None) -> list[AsyncEmbContextHandle]:
+    def open_handles(self, purpose: str | None = None) -> list[AsyncEmbContextHandle]:
+        """Of the contexts that are open, all or those of one purpose."""
         return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
 
     def _ranks(self) -> int:

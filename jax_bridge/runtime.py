@@ -7,8 +7,6 @@ they are traced, so most programs never call ``open_context``.
 from __future__ import annotations
 
 import functools
-import math
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +16,13 @@ import jax
 from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError, IdError, PipelineError
 from .placing import spans_processes
+from .timeouts import timeout_seconds as timeout_seconds  # meetings ask here
 from .token_ids import advice_on_ids
 
-DEFAULT_TIMEOUT_SECONDS = 1800.0
+AFTER_A_FAILURE = (
+    "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
+    "objects close, init and restore). A step that failed has lost what it was given: go on from a snapshot"
+)
 
 
 @functools.cache
@@ -40,21 +42,6 @@ def native() -> Any:
         for name, handler in module.ffi_targets(platform).items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
     return module
-
-
-def timeout_seconds() -> float:
-    """How long one wait may last: ``ASYNC_EMB_TIMEOUT_SECONDS``, 1800 where it is not set. Read when a context
-    opens."""
-    text = os.environ.get("ASYNC_EMB_TIMEOUT_SECONDS")
-    if text is None:
-        return DEFAULT_TIMEOUT_SECONDS
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise ContextError(f"ASYNC_EMB_TIMEOUT_SECONDS={text!r} is not a positive number of seconds")
-    return value
 
 
 def open_context(handle: AsyncEmbContextHandle) -> None:
@@ -155,10 +142,7 @@ def require_working(handle: AsyncEmbContextHandle) -> None:
     if failure is None:
         return
     error = FailedContextError(failure)
-    error.add_note(
-        "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
-        "objects close, init and restore). A step that failed has lost what it was given: go on from a snapshot"
-    )
+    error.add_note(AFTER_A_FAILURE)
     raise error
 
 

@@ -28,6 +28,10 @@ Failure Pipeline::failure_of(const comm::TransportError& error, const char* call
   std::sort(ranks.begin(), ranks.end());
   switch (error.kind()) {
     case comm::TransportError::Kind::kTimeout:
+      // Some of several may only wait for another one, which their own exchange says better.
+      if (error.peers().size() > 1) {
+        if (const auto told = peers_->wait_until_told()) return {FailureKind::kPeer, *told};
+      }
       return {FailureKind::kTimeout, check_.timed_out(call, step, ranks)};
     case comm::TransportError::Kind::kLost:
       // Who gives up says so before it closes its connections.

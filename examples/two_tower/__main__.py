@@ -19,7 +19,7 @@ from rich.table import Table
 
 from examples.two_tower.data import DataError, Dataset, find_ratings, read_ratings, split_by_time
 from examples.two_tower.interrupt import interruptible, on_interrupt
-from examples.two_tower.report import ReportError, RunFolder
+from examples.two_tower.report import NoFolder, ReportError, RunFolder
 from examples.two_tower.settings import SCHEDULES, Schedule, Settings, SettingsError
 from examples.two_tower.synthetic import SyntheticStream
 
@@ -32,6 +32,18 @@ WORDS = {"staleness1": "staleness 1", "staleness0": "staleness 0", "plain": "pla
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
 DEFAULTS = Settings()
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Which of how many processes this is. All do the same; the first one shows it and writes it down."""
+
+    process: int = 0
+    processes: int = 1
+    devices: int | None = None  # in each process
+
+
+job = Job()
 
 Epochs = Annotated[int, typer.Option(help="Passes over the training data.")]
 BatchSize = Annotated[int, typer.Option("--batch", help="Examples in a step, over all devices.")]
@@ -87,6 +99,8 @@ def compare(
     out: Out = Path("runs"),
 ) -> None:
     """Train with staleness 1, staleness 0 and plain JAX from the same seed, and show the three side by side."""
+    if job.processes > 1:
+        _fail("compare trains in one process only; use train")
     settings, dataset = _prepare("staleness1", epochs, batch, width, seed, data, synthetic, devices, dtype)
     name = name or f"{dataset.name}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     results: dict[Schedule, Result] = {}
@@ -103,6 +117,22 @@ def compare(
     console.print(f"files in {out}/{name}-*", soft_wrap=True)
 
 
+def join_job(devices: int) -> None:
+    """Makes this process one of the job that its launcher's variables tell of, with `devices` host devices of its own.
+    Comes before everything else."""
+    global job
+    _use_host_devices(devices)
+    from jax_bridge import processes
+    from jax_bridge.errors import ContextError
+
+    try:
+        joined = processes.initialize()
+    except ContextError as error:
+        _exit_with(str(error))
+    job = Job(joined.process_id, joined.num_processes, devices)
+    console.quiet = job.process > 0
+
+
 def _prepare(
     schedule: Schedule,
     epochs: int,
@@ -115,13 +145,18 @@ def _prepare(
     dtype: str,
 ) -> tuple[Settings, Dataset]:
     """Checks the options, sets the host devices up, and reads the data; nothing is written yet."""
+    if job.devices is not None:
+        devices = job.processes * job.devices
     try:
+        if job.processes > 1 and schedule == "plain":
+            raise SettingsError("the plain JAX peer trains in one process only")
         settings = Settings(
             schedule=schedule, epochs=epochs, batch=batch, width=width, seed=seed, devices=devices, dtype=dtype
         )
         if data is not None and synthetic is not None:
             raise SettingsError("--data and --synthetic exclude each other; give one")
-        _use_host_devices(devices)
+        if job.devices is None:
+            _use_host_devices(devices)
         with on_interrupt(_leave_before_training):
             dataset: Dataset
             if synthetic is not None:
@@ -143,7 +178,8 @@ def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[Ru
     from examples.two_tower.train import describe, train
 
     try:
-        folder = RunFolder(out, name, describe(settings, dataset, name))
+        make_folder = RunFolder if job.process == 0 else NoFolder
+        folder = make_folder(out, name, describe(settings, dataset, name))
     except ReportError as error:
         _fail(str(error))
     stop = threading.Event()
@@ -154,7 +190,7 @@ def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[Ru
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=job.process > 0) as progress:
         task = progress.add_task(WORDS[settings.schedule], total=None, numbers="compiling")
 
         def watch(step: int, total: int, loss: float | None, test_auc: float | None) -> None:
@@ -166,7 +202,7 @@ def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[Ru
         def work() -> Result:
             result = train(settings, dataset, folder, watch, stop)
             progress.update(task, numbers=f"AUC {result.test_auc:.4f}")
-            folder.plot(f"Two towers on {dataset.name}, {WORDS[settings.schedule]}, {settings.devices} devices")
+            folder.plot(f"Two towers on {dataset.name}, {WORDS[settings.schedule]}, {_devices(settings)}")
             return result
 
         try:
@@ -182,6 +218,11 @@ def _use_host_devices(devices: int) -> None:
     flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _devices(settings: Settings) -> str:
+    several = f"{job.processes} processes × {job.devices} devices"
+    return several if job.processes > 1 else f"{settings.devices} devices"
 
 
 def _exposed(result: Result) -> str:
@@ -204,8 +245,17 @@ def _leave() -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
+    _print_error(message)
     raise typer.Exit(2)
+
+
+def _exit_with(message: str) -> NoReturn:
+    _print_error(message)
+    sys.exit(2)
+
+
+def _print_error(message: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {_escape(message)}", soft_wrap=True)
 
 
 def _escape(text: str) -> str:

@@ -72,7 +72,8 @@ class AsyncTrainer:
         """Scores of pairs, float32 [n], for int32 ids [n]; works in the middle of training."""
         ids = {"users": users, "items": items}
         rows = {name: table.lookup(self._state.tables[name], ids[name]) for name, table in self._tables.items()}
-        return np.asarray(self._logits(self._state.params, rows))
+        # On one device: every process has all rows and parameters, and computes all scores.
+        return np.asarray(self._logits(jax.device_get(self._state.params), rows))
 
     def exposed_seconds(self) -> float | None:
         """Seconds that the steps so far waited for lookups and updates: mean over devices, sum over tables."""

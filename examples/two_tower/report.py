@@ -72,6 +72,23 @@ class RunFolder:
         plot(read_rows(self.csv), self.png, title)
 
 
+class NoFolder(RunFolder):
+    """What a process has that writes nothing, because another one does."""
+
+    def __init__(self, out: Path, name: str, config: Mapping[str, Mapping[str, Scalar]]) -> None:
+        self.path = out / name
+        self.csv, self.config, self.png = (self.path / file for file in ("metrics.csv", "config.toml", "metrics.png"))
+
+    def write(self, row: Row) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def plot(self, title: str) -> None:
+        pass
+
+
 def read_rows(path: Path) -> list[Row]:
     """Reads a `metrics.csv` back, also one of a run that still goes on or was interrupted."""
     with path.open(newline="", encoding="utf-8") as file:

@@ -1,0 +1,41 @@
+"""How long anything waits for another process."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from .errors import ContextError
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+_XLA_BOUNDS = ("xla_cpu_collective_timeout_seconds", "xla_cpu_collective_call_terminate_timeout_seconds")
+
+
+def timeout_seconds() -> float:
+    """How long one wait may last: ``ASYNC_EMB_TIMEOUT_SECONDS``, 1800 where it is not set. Read when a context
+    opens."""
+    text = os.environ.get("ASYNC_EMB_TIMEOUT_SECONDS")
+    if text is None:
+        return DEFAULT_TIMEOUT_SECONDS
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise ContextError(f"ASYNC_EMB_TIMEOUT_SECONDS={text!r} is not a positive number of seconds")
+    return value
+
+
+def bound_collectives() -> None:
+    """Lets XLA's own collectives between CPU devices end with an error where a process does not come: a second after
+    the contexts' timeout, for those can say who it is. What XLA_FLAGS says of them stays.
+
+    Without it such a collective waits for half an hour, and XLA ends the process (SIGABRT) when one of its devices has
+    waited 40 s for another one. Options of a single program do not reach these two: XLA reads them from XLA_FLAGS, when
+    JAX makes its devices.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    bound = min(math.ceil(timeout_seconds()) + 1, 2**31 - 1)
+    missing = [f"--{name}={bound}" for name in _XLA_BOUNDS if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
