@@ -33,6 +33,7 @@ ECHO_PORT = 7
 MTU = 65_000  # few packets: each costs the relay a system call or two, and it shares the cores
 
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+_PR_SET_PDEATHSIG = 1
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
@@ -148,6 +149,7 @@ def enter(host: int, door_number: int, kind: str, command: list[str]) -> None:
     device = -1
     try:
         libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a host that waits for another one would outlive us for long
         if libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "network namespaces are not allowed")
         socket.sethostname(address_of(host))

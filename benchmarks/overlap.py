@@ -27,14 +27,11 @@ from .overlap_report import Delay, Line, Measured, as_json, as_text, plot
 HOSTS = 2
 DELAYS_MS = (2.0, 5.0, 10.0)
 RATIOS = (0.5, 1.0, 2.0)  # dense work to embedding time
-# (kind of step, how its dense work is split into forward and backward)
-WORKLOADS = (
-    ("independent", "1:2"),  # a layer's backward takes two matrix products for one of its forward
-    ("independent", "1:1"),  # as halves of microbatches are
-    ("data parallel", "1:2"),
-)
+# How the dense work of each kind of step is split into forward and backward. 1:2, because a layer's backward takes two
+# matrix products for one of its forward; 1:1 are the halves of microbatches, which every update and lookup finds.
+WORKLOADS = {"independent": ("1:2", "1:1"), "data parallel": ("1:2",)}
 FORWARD_SHARE = {"1:2": 1 / 3, "1:1": 1 / 2}
-# XLA's own messages take many times longer than the embedding's, so one delay has to do for them.
+# Its steps are twice as long, for reasons that have nothing to do with the embedding: one delay has to do.
 DATA_PARALLEL_DELAY_MS = 5.0
 MISSING = "overlap: not measured, because"
 
@@ -132,16 +129,21 @@ def measure_all(hosts: Hosts, *, quick: bool) -> tuple[list[Delay], list[Line]]:
         calibrated = hosts.measure("independent", 0, (50, 100), warm_up, 10)
         delay = Delay(milliseconds, round_trip, calibrated.exposed, calibrated.not_dense, calibrated.dense / 150)
         delays.append(delay)
-        for kind, split in WORKLOADS:
+        for kind, splits in WORKLOADS.items():
             if kind == "data parallel" and milliseconds != DATA_PARALLEL_DELAY_MS:
                 continue
+            product = delay.product
             for ratio in (1.0,) if quick else RATIOS:
-                products = ratio * delay.embedding / delay.product
-                forward = round(products * FORWARD_SHARE[split])
-                counts = (forward, round(products) - forward)
-                exact, stale = (hosts.measure(kind, staleness, counts, warm_up, steps) for staleness in (0, 1))
-                lines.append(Line(kind, split, milliseconds, ratio, exact, stale))
-                print(f"overlap: {kind}, {split}, {milliseconds:g} ms, {ratio:g} done", file=sys.stderr)
+                products = round(ratio * delay.embedding / product)
+                forward = [round(products * FORWARD_SHARE[split]) for split in splits]
+                # For staleness 0 it is all one how they are split.
+                exact = hosts.measure(kind, 0, (forward[0], products - forward[0]), warm_up, steps)
+                for split, some in zip(splits, forward, strict=True):
+                    stale = hosts.measure(kind, 1, (some, products - some), warm_up, steps)
+                    lines.append(Line(kind, split, milliseconds, ratio, exact, stale))
+                if not lines[-1].is_mixed:  # others may use the cores too, now more, now less
+                    product = (lines[-1].exact.dense + lines[-1].stale.dense) / 2 / products
+                print(f"overlap: {kind}, {milliseconds:g} ms, {ratio:g} done", file=sys.stderr)
     return delays, lines
 
 

@@ -90,6 +90,12 @@ class Line:
         return self.kind == "data parallel"
 
 
+def bound(ratio: float, forward_share: float) -> float:
+    """What can be hidden at most where updates take half of the embedding time, behind the forward, and lookups the
+    other half, behind the backward. `ratio`: of dense work to embedding time."""
+    return min(0.5, ratio * forward_share) + min(0.5, ratio * (1 - forward_share))
+
+
 HEADERS = (
     "dense work",
     "fwd:bwd",
@@ -175,12 +181,15 @@ def _plot_split(axes: Axes, lines: Sequence[Line], split: str) -> None:
         ratios = [line.measured_ratio or 0 for line in chosen]
         hidden = [100 * (line.hidden or 0) for line in chosen]
         axes.plot(ratios, hidden, "o-", label=f"{milliseconds:g} ms one way")
+    forward, backward = (int(part) for part in split.split(":"))
+    grid = [i / 100 for i in range(241)]
+    bounds = [100 * bound(ratio, forward / (forward + backward)) for ratio in grid]
+    axes.plot(grid, bounds, color="0.4", linewidth=0.8, linestyle=":", label="bound")
     axes.axhline(100 * GOAL, color="0.6", linewidth=0.8, linestyle="--")
     axes.axvline(1, color="0.6", linewidth=0.8, linestyle="--")
-    forward, backward = split.split(":")
     axes.set_title(f"forward : backward = {forward} : {backward}", fontsize=10)
     axes.set_xlabel("dense work / embedding time of staleness 0")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 2.4)
     axes.set_ylim(0, 105)
     axes.grid(True, color="0.92")
     axes.spines[["top", "right"]].set_visible(False)

@@ -38,7 +38,8 @@ def _multiply(square: Any, count: Any, mixer: Any) -> Any:
 
 def _dense_forward(rows: Any, counts: Any, mixer: Any) -> tuple[Any, Any]:
     activations = _multiply(ae.mark(rows, "forward").reshape(SIDE, SIDE), counts[0], mixer)
-    return ae.mark(activations.mean(), "forward ends"), (activations, counts, mixer)
+    activations = ae.mark(activations, "forward ends")
+    return activations.mean(), (activations, counts, mixer)
 
 
 def _dense_backward(saved: Any, cotangent: Any) -> tuple[Any, None, None]:
