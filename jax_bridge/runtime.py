@@ -159,13 +159,13 @@ def stats(handle: AsyncEmbContextHandle) -> dict[str, float]:
     Counts: ``lookups``, ``tokens``, ``updates`` (applied), ``skipped_updates``, ``trained_tokens``, ``unique_tokens``,
     ``bad_ids``, ``padding_ids``, ``saturated`` (fp16 stores), ``refused_calls``, and the native calls of each kind
     (``lookup_begin_calls``, ...). In bytes: ``bytes_moved`` between ranks, ``bytes_sent`` to other processes,
-    ``arena_bytes``. ``unique_share`` is unique
-    over trained tokens; ``exposed_wait_seconds`` is the time that done calls waited for their result, mean over ranks;
-    0 on GPUs, where a stream waits and the host does not see it.
+    ``arena_bytes``. ``unique_share`` is unique over trained tokens; ``exposed_wait_seconds`` is the time that done
+    calls waited for their result, mean over the ranks of this process; 0 on GPUs, where a stream waits and the host
+    does not see it.
     """
     counts: dict[str, float] = dict(_call(native().stats, handle.context_id))
     counts["unique_share"] = counts["unique_tokens"] / max(counts["trained_tokens"], 1)
-    ranks = len(handle.flatten_replicas)
+    ranks = sum(device.process_index == jax.process_index() for device in handle.mesh.devices.flat)
     counts["exposed_wait_seconds"] = counts.pop("exposed_wait_ns") * 1e-9 / ranks
     return counts
 

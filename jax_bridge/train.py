@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,16 +15,16 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import batches, global_ops, ownership, runtime, snapshots, survivors
+from . import batches, global_ops, ownership, runtime, snapshots
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState
 from .errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
-from .placing import put, spans_processes
+from .placing import put
 from .snapshot_checks import validate
 from .snapshots import Snapshot
+from .step_failures import StepFailures
 from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
 from .token_ids import as_int32
-from .topology import processes_of
 from .train_checks import check_arguments, lost_update, require_last, require_usable
 from .waiting import wait_until_ready
 
@@ -98,7 +98,6 @@ class TrainStep:
         self._optimizer = optimizer
         self._ids_of = ids_of
         self._sync_errors = sync_errors
-        self._spans_processes = spans_processes(next(iter(self.tables.values())).mesh)
         self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
         self._current: Compiled | None = None
         self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
@@ -107,8 +106,7 @@ class TrainStep:
         # With staleness 1, what is under way between two calls:
         self._last: Any = None  # pins of the state that it belongs to; None where nothing is
         self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
-        self._failure_told = False  # a context has failed, and the caller knows
-        self._has_said_failed = False  # to the other processes
+        self._failures = StepFailures(self.tables)
         self._steps = 0  # state.step of the next call
         self._unwanted = False  # a lookup is armed though no batch was announced
         self._unsaved: Any = None  # state.step where gradients are staged that neither a flush nor a snapshot has
@@ -152,7 +150,7 @@ class TrainStep:
         compiled = self._compiled(batches.sizes_of(ids))
         if self.staleness == 0:
             self._use(compiled)
-            with self._names_who(f"step {self._steps}"):
+            with self._failures.named(f"step {self._steps}"):
                 state, metrics = compiled.step(state, batch, placed)
         else:
             next_ids = None if upcoming is None else self._ids(upcoming)
@@ -160,7 +158,7 @@ class TrainStep:
             batches.require_same_sizes(self.tables, compiled.sizes, batches.sizes_of(next_placed))
             batches.require_announced(self.tables, self._armed or {}, ids, state.step)
             self._use(compiled)
-            with self._names_who(f"step {self._steps}"):
+            with self._failures.named(f"step {self._steps}"):
                 if self._armed is None:
                     jax.block_until_ready(state)
                     # Arming takes the tables, so an error of the model comes before it.
@@ -183,7 +181,7 @@ class TrainStep:
         if self._last is not None:
             assert self._current is not None
             self._use(self._current)
-            with self._names_who(f"flush after {self._steps} steps"):
+            with self._failures.named(f"flush after {self._steps} steps"):
                 tables, reports = (self._current.flush if self._looks_up() else self._current.apply)(state)
                 state = state._replace(tables=tables, pins=self._pins())
                 jax.block_until_ready(reports)
@@ -206,14 +204,14 @@ class TrainStep:
         try:
             self._check(wait)
         except FailedContextError:
-            self._note_failure()
+            self._failures.note()
             raise
         except PipelineError:
             self._recover()
             raise
 
     def _check(self, wait: bool) -> None:
-        wait = wait or self._spans_processes  # all processes must raise at the same call
+        wait = wait or self._failures.spans_processes  # all processes must raise at the same call
         count = len(self._in_flight)
         self._wait(every=wait)
         if not wait and 0 < count == len(self._in_flight):
@@ -235,7 +233,7 @@ class TrainStep:
 
         Drops gradients that are staged: ``flush`` first to keep them. The step can be used again.
         """
-        told = self._failure_told
+        told = self._failures.told
         try:
             self.check(wait=True)
         except FailedContextError:
@@ -253,7 +251,7 @@ class TrainStep:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             self._interrupt(error)
-        lost = self._unflushed() if error is None and not self._failure_told else None
+        lost = self._unflushed() if error is None and not self._failures.told else None
         try:
             self.close()
         except Exception as another:
@@ -272,7 +270,7 @@ class TrainStep:
         Over several processes all of them call it, and every one gets all of it: whole tables. Where a table does not
         fit into the memory of one host, use ``Checkpoints``, whose files each process writes and reads in parts.
         """
-        with self._names_who(f"snapshot after {self._steps} steps"):
+        with self._failures.named(f"snapshot after {self._steps} steps"):
             handles = self._at_rest(state)
             taken = snapshots.take(self.tables, handles, state, self._armed)
         self._unsaved = None
@@ -336,7 +334,7 @@ class TrainStep:
     def _state(self, params: Any, opt_state: Any, tables: Any, step: Any) -> StepState:
         self._steps = int(step)
         tree = (params, opt_state, np.asarray(step, np.int32))
-        if self._spans_processes:  # what a process has for itself, all have alike
+        if self._failures.spans_processes:  # what a process has for itself, all have alike
             tree = jax.tree.map(lambda x: put(x, self._replicated), tree)
         params, opt_state, step = self._own(tree)
         return StepState(params, opt_state, tables, self._pins(), step)
@@ -368,9 +366,7 @@ class TrainStep:
     def _use(self, compiled: Compiled) -> None:
         """Sees to it that the contexts are open, and that nobody else's work is under way in them."""
         ownership.take(self, compiled.program.handles.values(), self._owned, under_way=self._last is not None)
-        if self._has_said_failed:  # and all processes have met again
-            self._has_said_failed = False
-            survivors.take_back()
+        self._failures.met_again()
 
     def _restart(self) -> None:
         with contextlib.suppress(Exception):
@@ -395,7 +391,7 @@ class TrainStep:
 
     def _give_up(self) -> None:
         self._in_flight.clear()
-        self._failure_told = False
+        self._failures.told = False
         self._last, self._armed, self._unwanted, self._unsaved = None, None, False, None
 
     def _unflushed(self) -> str | None:
@@ -429,7 +425,7 @@ class TrainStep:
         try:
             while self._in_flight and (every or self._in_flight[0].is_ready()):
                 oldest = self._in_flight.popleft()
-                if self._spans_processes:
+                if self._failures.spans_processes:
                     wait_until_ready(oldest)
                 else:
                     jax.block_until_ready(oldest)
@@ -437,44 +433,12 @@ class TrainStep:
             if not isinstance(error, Exception):
                 self._interrupt(error)
             self._drain()  # buffers that the failed step has lent go back with the exception
-            self._say_who(error, f"step {self._steps - len(self._in_flight) - 1}")
+            self._failures.say_who(error, f"step {self._steps - len(self._in_flight) - 1}")
             raise
 
     def _interrupt(self, signal: BaseException) -> None:
-        """Over several processes what runs may wait for another one, and the others wait for this one: ends it all."""
-        if not self._spans_processes:
-            return
-        what = f"process {jax.process_index()} was interrupted ({type(signal).__name__}) in step {self._steps}"
-        for table in self.tables.values():
-            for handle in table.open_handles():
-                runtime.abort_context(handle, f"async_emb {table.name!r}: {what}")
-        self._in_flight.clear()
-        self._note_failure()
-
-    @contextlib.contextmanager
-    def _names_who(self, where: str) -> Iterator[None]:
-        """Whatever fails in XLA is raised in the words of a context, where one knows more."""
-        try:
-            yield
-        except Exception as error:
-            self._say_who(error, where)
-            raise
-
-    def _say_who(self, error: BaseException, where: str) -> None:
-        try:
-            for table in self.tables.values():
-                table.require_working()  # its own words, instead of XLA's around them
-            if self._spans_processes:
-                survivors.blame([h for table in self.tables.values() for h in table.open_handles()], error, where)
-        except FailedContextError:
-            self._note_failure()
-            raise
-
-    def _note_failure(self) -> None:
-        self._failure_told = True
-        if self._spans_processes and not self._has_said_failed:
-            self._has_said_failed = True
-            survivors.say_failed(processes_of(next(iter(self.tables.values())).mesh))
+        if self._failures.interrupt(signal, f"step {self._steps}"):
+            self._in_flight.clear()
 
     def _drain(self) -> None:
         for compiled in self._programs.values():
