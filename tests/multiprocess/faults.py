@@ -100,7 +100,11 @@ def judge(cell: Cell, job: Job, timeout: float, before: set[str]) -> Outcome:
             text = job.outputs[number].read_text()[-1500:]
             problems.append(f"process {number} ended with {process.exitcode} (None: not at all)\n{text}")
             continue
-        told, hurt = job.result(number), float((job.directory / "hurt").read_text())
+        told = job.result(number)
+        if not (job.directory / "hurt").exists():
+            problems.append(f"nothing happened to process {VICTIM}\n{job.all_output()}")
+            break
+        hurt = float((job.directory / "hurt").read_text())
         seconds = told["at"] - hurt
         longest, ended = max(longest, seconds), max(ended, told["ended_at"] - hurt)
         first = first or told["text"]

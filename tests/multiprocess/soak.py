@@ -22,16 +22,17 @@ from typing import Any
 import jax
 import numpy as np
 
-# Shapes are drawn from a few, since each compiles programs that XLA keeps.
-SHAPES = 3
-WARM_UP = 0.4  # of the turns: compilations, caches and pools fill up
+# Of the turns that are counted: caches and pools still fill up.
+WARM_UP = 0.3
+LEAST_TURNS = 12
 FILES_PER_TURN = 0.02
 KIB_PER_TURN = 64.0
 SLACK_KIB = 24 * 1024  # a growth that is less than this in all is the noise of an allocator
 
 
-def soak(number: int, size: int, port: int, seconds: float, steps: int) -> dict[str, Any]:
-    """One process. All draw the same numbers, and process 0 decides when to end."""
+def soak(number: int, size: int, port: int, seconds: float, steps: int, kinds_of_tables: int) -> dict[str, Any]:
+    """One process. All draw the same numbers, and process 0 decides when to end. Shapes are drawn from a few, since
+    each compiles programs that XLA keeps; time counts from when all have been compiled."""
     import optax
 
     from jax_bridge import AsyncEmbedding, RowwiseAdagrad, processes, train_step
@@ -49,7 +50,7 @@ def soak(number: int, size: int, port: int, seconds: float, steps: int) -> dict[
             "staleness": int(turn % 2),
             "dtype": ("float32", "bfloat16")[turn % 2],
         }
-        for turn in range(SHAPES)
+        for turn in range(kinds_of_tables)
     ]
     made = {}
     for index, kind in enumerate(kinds):
@@ -72,27 +73,31 @@ def soak(number: int, size: int, port: int, seconds: float, steps: int) -> dict[
     rng = np.random.default_rng(7)
     begin, done, turn = time.monotonic(), 0, 0
     seen: list[list[float]] = []
-    while go_on(number, turn, time.monotonic() - begin < seconds and done < steps):
-        index = turn % SHAPES
+    while go_on(turn < 2 * kinds_of_tables or (time.monotonic() - begin < seconds and done < steps)):
+        index = turn % kinds_of_tables
         kind, step = kinds[index], made[index]
-        tokens = kind["tokens"][int(rng.integers(2))]
+        compiles = turn < 2 * kinds_of_tables
+        tokens = kind["tokens"][turn // kinds_of_tables if compiles else int(rng.integers(2))]
         batches = [rng.integers(0, kind["rows"], tokens).astype(np.int32) for _ in range(int(rng.integers(2, 12)))]
         with step:
             state = step.init(np.full(kind["width"], 0.1, np.float32), jax.random.key(turn))
             for batch, upcoming in zip(batches, [*batches[1:], None], strict=True):
                 state, _ = step(state, batch, upcoming)
-            if turn % 4 == 0:
+            if compiles or turn % 4 == 0:
                 state = step.restore(step.snapshot(state))
             state = step.flush(state)
             step.tables["table"].lookup(state.tables["table"], batches[0][:5])
-        done += len(batches)
         turn += 1
+        if compiles:
+            begin = time.monotonic()
+            continue
+        done += len(batches)
         gc.collect()
         seen.append([_children.open_files(), len(os.listdir("/proc/self/task")), _faulty.resident_kib()])
-    return {"turns": turn, "steps": done, "seconds": time.monotonic() - begin, "seen": seen}
+    return {"turns": len(seen), "steps": done, "seconds": time.monotonic() - begin, "seen": seen}
 
 
-def go_on(number: int, turn: int, wish: bool) -> bool:
+def go_on(wish: bool) -> bool:
     """What process 0 wishes, in every process."""
     from jax.experimental import multihost_utils
 
@@ -103,15 +108,18 @@ def judge(results: list[dict[str, Any]]) -> list[str]:
     """Prints the slopes of every process after the warm-up; what grows."""
     problems = []
     for number, result in enumerate(results):
+        if result["turns"] < LEAST_TURNS:
+            problems.append(f"process {number}: {result['turns']} turns say nothing, at least {LEAST_TURNS} are needed")
+            continue
         seen = np.asarray(result["seen"], np.float64)[int(WARM_UP * result["turns"]) :]
         turns = np.arange(len(seen))
-        slopes = [float(np.polyfit(turns, column, 1)[0]) for column in seen.T] if len(seen) > 2 else [0.0] * 3
+        slopes = [float(np.polyfit(turns, column, 1)[0]) for column in seen.T]
         files, threads, kib = slopes
         grown = kib * len(seen)
         print(
             f"process {number}: {result['turns']} turns, {result['steps']} steps, {result['seconds']:.0f} s; "
-            f"a turn adds {files:+.4f} open files (now {seen[-1][0]:.0f}), {threads:+.4f} threads (now {seen[-1][1]:.0f}), "
-            f"{kib:+.1f} KiB (now {seen[-1][2] / 1024:.0f} MiB)"
+            f"a turn adds {files:+.4f} open files (now {seen[-1][0]:.0f}), "
+            f"{threads:+.4f} threads (now {seen[-1][1]:.0f}), {kib:+.1f} KiB (now {seen[-1][2] / 1024:.0f} MiB)"
         )
         if files > FILES_PER_TURN and files * len(seen) > 2:
             problems.append(f"process {number}: open files grow")
@@ -122,7 +130,7 @@ def judge(results: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def run(processes: int, seconds: float, steps: int, directory: Path) -> list[dict[str, Any]]:
+def run(processes: int, seconds: float, steps: int, directory: Path, kinds_of_tables: int = 6) -> list[dict[str, Any]]:
     from tests.multiprocess.conftest import Job, free_port
 
     environment = {
@@ -133,9 +141,10 @@ def run(processes: int, seconds: float, steps: int, directory: Path) -> list[dic
         "MALLOC_ARENA_MAX": "2",  # or the arenas of a hundred threads hide what grows
     }
     given = {"size": processes, "port": free_port(), "seconds": seconds, "steps": steps}
+    given["kinds_of_tables"] = kinds_of_tables
     job = Job("tests.multiprocess.soak:soak", given, [environment] * processes, directory)
     try:
-        return job.wait(seconds + 240)
+        return job.wait(seconds + 120 * kinds_of_tables)
     finally:
         job.end()
 

@@ -17,7 +17,6 @@ TIMEOUT = {"ASYNC_EMB_TIMEOUT_SECONDS": "3"}
 REDUCED = [
     faults.Cell("own_step", "kill", "lookup wait"),
     faults.Cell("own_step", "kill", "checkpoint"),
-    faults.Cell("own_step", "stop", "update start"),
     faults.Cell("own_step", "link", "lookup start"),
     faults.Cell("own_step", "configuration", "learning rate"),
     faults.Cell("train", "kill", "update wait"),
