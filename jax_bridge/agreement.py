@@ -50,6 +50,7 @@ class Agreement:
         self.everyone, self.here = processes_of(handle.mesh), jax.process_index()
         self.leader = self.everyone[0]
         self._go = ""
+        self._was_told = False  # that another process has failed
         members = hashlib.blake2b(repr(self.everyone).encode(), digest_size=8).hexdigest()
         self._board = f"async_emb/agree/{members}"
 
@@ -63,7 +64,7 @@ class Agreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or not self._go:
+        if error is None or not self._go or self._was_told:  # nobody needs to hear twice
             return
         with contextlib.suppress(ContextError):
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -170,6 +171,7 @@ class Agreement:
         end, pause = time.monotonic() + self.seconds, _FIRST_PAUSE_SECONDS
         while not complete():
             if self._go and (failed := coordination.below(f"{self._board}/failed/{self._go}")):
+                self._was_told = True
                 process, text = next(iter(failed.items()))
                 raise CheckpointError(f"async_emb {self.call}: {self._named([int(process)])} has failed: {text}")
             left = end - time.monotonic()

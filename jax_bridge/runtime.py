@@ -56,7 +56,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
         return
     gpus = _local_gpus(handle)
     processes = {device.id: device.process_index for device in handle.mesh.devices.flat}
-    transports = _meet(handle) if spans_processes(handle.mesh) else []
+    spans = spans_processes(handle.mesh)
+    transports = _meet(handle) if spans else []
     try:
         module.open_context(
             {
@@ -66,7 +67,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "group_size": handle.group_size,
                 "devices": list(handle.flatten_replicas),
                 "gpus": [gpus[device] for device in handle.flatten_replicas] if gpus else [],
-                "processes": [processes[device] for device in handle.flatten_replicas],
+                "processes": [processes[device] for device in handle.flatten_replicas] if spans else [],
                 "process": jax.process_index(),
                 "token_blocks": list(handle.token_blocks),
                 "tokens_per_rank": handle.tokens_per_rank,

@@ -76,7 +76,8 @@ def train(options: argparse.Namespace) -> None:
             ids = rng.integers(0, 50, tokens).astype(np.int32)
             yield {"ids": ids, "label": (ids % 2).astype(np.float32)}
 
-    with step:
+    # Not before: imports hand Python's lock over thousands of times, and each time a busy thread takes its turn.
+    with busy_thread() if options.busy else contextlib.nullcontext(), step:
         state = step.init(np.zeros(2 * options.devices, np.float32), jax.random.key(0))
         losses = []
         for batch, upcoming in with_next(loader()):
@@ -95,8 +96,7 @@ def main() -> None:
     os.sched_setaffinity(0, allowed[: options.cores])
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
     os.environ["ASYNC_EMB_TIMEOUT_SECONDS"] = "60"  # what hangs says in which call
-    with busy_thread() if options.busy else contextlib.nullcontext():
-        train(options)
+    train(options)
     print("finished")
 
 

@@ -310,7 +310,7 @@ def handle_of(name: str, mesh: Any = None, table_axis: Any = ("table",), **chang
         "tokens_per_batch": 16,
         "emb_width": 16,
         "num_unique": 8,
-        "num_devices_per_node": 1,
+        "num_devices_per_node": mesh.devices.size,
         "name": name,
     }
     return make_context_handle(mesh, table_axis, **{**arguments, **changes})

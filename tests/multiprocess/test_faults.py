@@ -86,6 +86,8 @@ def test_a_job_starts_again_at_once_after_it_was_killed(start, tmp_path):
         time.sleep(0.05)
     for number in (0, 1):
         job.signal(number, signal.SIGKILL)
+    for process in job.processes:
+        process.join(30)  # the system takes a moment to clear away a dead process and its sockets
     again = start("tests.multiprocess._faulty:late", processes=2, devices=1, seconds=0, port=job.port)
     assert [told["type"] for told in again.wait(90)] == [None, None]
 
