@@ -27,8 +27,11 @@ def test_a_timeout_names_all_who_are_late_and_nobody_else(start):
 
 def test_blocks_of_sizes_that_nobody_awaits_count_as_late_and_harm_nothing(start):
     """Where processes have come to different points of their programs."""
-    for number, result in enumerate(start("other_sizes", processes=2).wait()):
-        assert (result["kind"], result["peers"]) == ("timeout", [1 - number])
+    results = start("other_sizes", processes=2).wait()
+    for number, result in enumerate(results):
+        assert result["peers"] == [1 - number]
+    # The first one to give up goes, and the other may find it gone before its own time is over.
+    assert "timeout" in {result["kind"] for result in results} <= {"timeout", "lost"}
 
 
 def test_end_wakes_an_exchange_and_its_reason_reaches_the_others(start):
