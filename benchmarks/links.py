@@ -128,7 +128,7 @@ def round_trip(host: int, repetitions: int = 15) -> float:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.05)
+            time.sleep(0.05)  # until the other host listens
     times = []
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

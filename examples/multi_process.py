@@ -136,7 +136,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
                 return 128 + stopped_by[0]
             if all(state == 0 for state in states):
                 return 0
-            time.sleep(0.05)
+            time.sleep(0.05)  # a look at every child and at the signals; there is no wait for any of several processes
     finally:
         _end(children, signal.SIGKILL)
 
@@ -144,7 +144,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 def _report(first: Child, children: Sequence[Child]) -> int:
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(child.process.poll() is None for child in children):
-        time.sleep(0.05)
+        time.sleep(0.05)  # most end by themselves, with a message of their own, when they lose the first one
     _end(children, signal.SIGKILL)
     status = first.process.returncode
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

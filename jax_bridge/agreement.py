@@ -182,7 +182,7 @@ class Agreement:
                     "long is waited."
                 )
                 raise error
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, left))  # JAX's service has no wait for a change of a directory
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _named(self, processes: Any) -> str:

@@ -142,6 +142,7 @@ def _save_atomically(path: Path, write_all: Callable[[Path], None], here: int) -
             write_all(Path(directory))
 
         def restore(self, directory: Any, args: Any = None) -> Any:
+            # Orbax asks for the method. Files are read without it, in parts, after they have been checked.
             raise NotImplementedError("use jax_bridge.Checkpoints")
 
     @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)

@@ -187,7 +187,7 @@ class _Meeting:
                 raise self._nobody_came(present)
             if self.deadline.passed() > _OTHER_BOARD_SECONDS and pause == _LONGEST_PAUSE_SECONDS:
                 self._look_at_other_boards(present)
-            time.sleep(min(pause, self.deadline.remaining()))
+            time.sleep(min(pause, self.deadline.remaining()))  # JAX's service has no wait for a change of a directory
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _lead(self, notes: Mapping[str, str], present: Mapping[int, Mapping[str, Any]]) -> bool:
