@@ -29,7 +29,7 @@ TRAIN_ARGS ?= train
 SOAK_ARGS ?= --minutes 30
 FAULTS_ARGS ?=
 
-.PHONY: help build test asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
+.PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
 .PHONY: cuda-check cuda-check-all gpu-test
 
 help: ## Show the targets
@@ -63,7 +63,10 @@ $(VENV)/.movielens: $(VENV)/.ready
 test: build $(VENV)/.movielens ## Run the Python tests
 	$(RUN) -m pytest -q $(TEST_ARGS)
 
-asan-test: build ## Run the tests of failing steps on a module built with the address sanitizer
+asan-build: build
+	$(RUN) tests/sanitized_build.py build/asan address
+
+asan-test: asan-build ## Run the tests of failing steps on a module built with the address sanitizer
 	PYTHON=$(RUN) tests/asan.sh $(TEST_ARGS)
 
 lint: build ## Check style and types of Python, style of C++
@@ -81,15 +84,19 @@ native-test: build/native-test/run ## Run the C++ tests
 native-test-asan: build/native-test-asan/run ## Run the C++ tests under the address and undefined-behaviour sanitizers
 native-test-tsan: build/native-test-tsan/run ## Run the C++ tests under the thread sanitizer
 
-build/native-test-asan/run: SANITIZE := address,undefined
-build/native-test-tsan/run: SANITIZE := thread
+NATIVE_TESTS := build/native-test build/native-test-asan build/native-test-tsan
+build/native-test-asan/built: SANITIZE := address,undefined
+build/native-test-tsan/built: SANITIZE := thread
 
-.PHONY: build/native-test/run build/native-test-asan/run build/native-test-tsan/run
-build/native-test/run build/native-test-asan/run build/native-test-tsan/run: $(VENV)/.ready
+# Always looked at: CMake knows what has changed.
+.PHONY: $(NATIVE_TESTS:=/built) $(NATIVE_TESTS:=/run)
+$(NATIVE_TESTS:=/built): $(VENV)/.ready
 	$(RUN) torch_ext/build_config.py dlpack $(@D)/include
 	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR='$(abspath $(@D)/include)' \
 		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) torch_ext/build_config.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
+
+$(NATIVE_TESTS:=/run): %/run: %/built
 	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
 
 # The compiled versions stay apart from those of .venv: nothing here touches torch_ext/_C.*.so.
