@@ -28,6 +28,12 @@ from .token_ids import as_int32
 from .train_checks import check_arguments, lost_update, require_last, require_usable
 from .waiting import wait_until_ready
 
+# How many steps the host dispatches before it waits for the oldest. XLA:CPU runs the devices of a step, and launches
+# later ones, on the same threads, as many as there are devices. A launch waits, and keeps its thread, while 32
+# programs are under way on its device; where every thread is taken so, or by a device that waits for one that has not
+# begun, nothing moves any more. A few steps hide the dispatch, and leave room for a caller's own programs.
+STEPS_IN_FLIGHT = 4
+
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
 
@@ -213,13 +219,13 @@ class TrainStep:
     def _check(self, wait: bool) -> None:
         wait = wait or self._failures.spans_processes  # all processes must raise at the same call
         count = len(self._in_flight)
-        self._wait(every=wait)
+        self._wait(at_most=0 if wait else STEPS_IN_FLIGHT - 1)
         if not wait and 0 < count == len(self._in_flight):
             return
         if self._in_flight:
             if not any(table.has_news() for table in self.tables.values()):
                 return
-            self._wait(every=True)  # a refusal can be taken back only where nothing runs
+            self._wait(at_most=0)  # a refusal can be taken back only where nothing runs
         for table in self.tables.values():
             table.check()
 
@@ -370,7 +376,7 @@ class TrainStep:
 
     def _restart(self) -> None:
         with contextlib.suppress(Exception):
-            self._wait(every=True)
+            self._wait(at_most=0)
         self._give_up()
         for table in self.tables.values():
             table.close_failed()
@@ -420,10 +426,11 @@ class TrainStep:
 
     # ---- what the contexts have to say ----
 
-    def _wait(self, *, every: bool) -> None:
-        """Forgets the steps that have finished, which raises where one has failed; with ``every``, waits for all."""
+    def _wait(self, *, at_most: int) -> None:
+        """Forgets the steps that have finished, which raises where one has failed, and waits until no more than
+        ``at_most`` are left."""
         try:
-            while self._in_flight and (every or self._in_flight[0].is_ready()):
+            while len(self._in_flight) > at_most or (self._in_flight and self._in_flight[0].is_ready()):
                 oldest = self._in_flight.popleft()
                 if self._failures.spans_processes:
                     wait_until_ready(oldest)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jax_bridge import PipelineError, RowwiseAdagrad, train_step, with_next
 from jax_bridge.runtime import native
+from jax_bridge.train import STEPS_IN_FLIGHT
 
 from . import _training as training
 from ._programs import mesh_of
@@ -34,6 +36,25 @@ def test_with_next_reads_one_batch_ahead_and_no_more():
     pairs = with_next(loader())
     assert next(pairs) == (0, 1)
     assert read == [0, 1]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_host_runs_a_few_steps_ahead_of_its_devices_and_no_more(staleness):
+    """XLA:CPU launches programs on the threads that run them, and with too many under way none can begin."""
+
+    def slow_loss(params, rows, batch):
+        # Some milliseconds, which a host that does not wait is through with at once.
+        x = jax.lax.fori_loop(0, 50, lambda _, x: jnp.tanh(x @ x), jnp.eye(100) * params["shift"])
+        return training.loss_fn(params, rows, batch) + 0 * x.sum()
+
+    losses = []
+    with training.make_step(2, staleness, loss_fn=slow_loss) as step:
+        state = training.start(step)
+        for batch, upcoming in with_next(training.make_batches(12)):
+            state, metrics = step(state, batch, upcoming)
+            losses.append(metrics["loss"])
+            assert all(loss.is_ready() for loss in losses[:-STEPS_IN_FLIGHT])
+        step.flush(state)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
