@@ -16,13 +16,13 @@ CUDA_RUN := $(CUDA_VENV)/bin/python
 NAMED_PYTHON := $(filter command environment,$(firstword $(origin PYTHON)))
 
 # What the native module is made of; pip runs ninja, which compiles only what has changed.
-NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build_config.py torch_ext/cuda_toolkit.py $(shell find csrc -type f)
+NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build.py torch_ext/cuda_toolkit.py $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_DIRS := setup.py torch_ext jax_bridge tests examples benchmarks
 
 CMAKE ?= cmake
 CTEST ?= ctest
-JOBS = $(shell $(RUN) torch_ext/build_config.py jobs)
+JOBS = $(shell $(RUN) torch_ext/build.py jobs)
 TEST_ARGS ?=
 NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
@@ -91,9 +91,9 @@ build/native-test-tsan/built: SANITIZE := thread
 # Always looked at: CMake knows what has changed.
 .PHONY: $(NATIVE_TESTS:=/built) $(NATIVE_TESTS:=/run)
 $(NATIVE_TESTS:=/built): $(VENV)/.ready
-	$(RUN) torch_ext/build_config.py dlpack $(@D)/include
+	$(RUN) torch_ext/build.py dlpack $(@D)/include
 	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR='$(abspath $(@D)/include)' \
-		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) torch_ext/build_config.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
+		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) torch_ext/build.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 
 $(NATIVE_TESTS:=/run): %/run: %/built

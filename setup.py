@@ -27,13 +27,13 @@ def _load(name: str):
     return module
 
 
-build_config = _load("build_config")
+build = _load("build")
 cuda_toolkit = _load("cuda_toolkit")
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"setuptools {setuptools.__version__} cannot read the license of pyproject.toml, 77.0.3 and later can. Run\n"
-        f"    {build_config.REQUIREMENTS_COMMAND}"
+        f"    {build.REQUIREMENTS_COMMAND}"
     )
 
 
@@ -41,13 +41,13 @@ class BuildNative(build_ext):
     """Hands the compilation to torch's own build command, once torch is really needed."""
 
     def run(self) -> None:
-        os.environ.update(build_config.build_environment())
+        os.environ.update(build.build_environment())
         try:
-            tools = build_config.toolchain()
+            tools = build.toolchain()
             decision = cuda_toolkit.decide(tools.torch_version, tools.torch_cuda)
             cuda = decision.toolkit
             gencode_flags = cuda_toolkit.gencode_flags(cuda) if cuda else []
-        except (build_config.BuildError, cuda_toolkit.CudaError) as error:
+        except (build.BuildError, cuda_toolkit.CudaError) as error:
             sys.exit(f"error: {error}")
         if decision.notice:
             print(f"async-emb: {decision.notice}", file=sys.stderr)
@@ -57,16 +57,16 @@ class BuildNative(build_ext):
         variant = "native-cuda" if cuda else "native"
         build_temp = ROOT / "build" / f"{variant}-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
         generated = build_temp / "include"
-        build_config.write_dlpack_header(tools, generated)
+        build.write_dlpack_header(tools, generated)
         for extension in self.extensions:
-            extension.sources = _relative(build_config.sources(with_cuda=cuda is not None))
-            extension.define_macros = build_config.version_macros(tools, cuda, decision.reason)
-            extension.extra_compile_args = {"cxx": build_config.compile_flags(tools, generated, cuda)}
-            extension.extra_link_args = build_config.link_flags(cuda)
+            extension.sources = _relative(build.sources(with_cuda=cuda is not None))
+            extension.define_macros = build.version_macros(tools, cuda, decision.reason)
+            extension.extra_compile_args = {"cxx": build.compile_flags(tools, generated, cuda)}
+            extension.extra_link_args = build.link_flags(cuda)
             extension.library_dirs = list(tools.torch_library_dirs)
-            extension.libraries = list(build_config.TORCH_LIBRARIES)
+            extension.libraries = list(build.TORCH_LIBRARIES)
             if cuda:
-                extension.extra_compile_args["nvcc"] = build_config.nvcc_flags(cuda, gencode_flags)
+                extension.extra_compile_args["nvcc"] = build.nvcc_flags(cuda, gencode_flags)
                 extension.library_dirs += cuda.library_dirs
 
         command = _torch_build_extension(cuda)(self.distribution)
@@ -93,8 +93,8 @@ def _relative(paths: list[Path]) -> list[str]:
 setup(
     ext_modules=[
         Extension(
-            build_config.MODULE_NAME,
-            sources=_relative(build_config.sources()),
+            build.MODULE_NAME,
+            sources=_relative(build.sources()),
             include_dirs=[str(ROOT / "csrc")],
             language="c++",
         )

@@ -70,7 +70,7 @@ def meet(handle: AsyncEmbContextHandle, timeout_seconds: float) -> list[Any | No
 
 def versions() -> dict[str, str | None]:
     """The installed versions, which must agree between processes."""
-    from torch_ext.build_config import installed_version
+    from torch_ext.build import installed_version
 
     names = {"async_emb": "async-emb", "torch": "torch", "jax": "jax", "jaxlib": "jaxlib"}
     return {name: installed_version(distribution) for name, distribution in names.items()}

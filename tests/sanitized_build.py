@@ -19,16 +19,16 @@ PACKAGES = ("torch_ext", "jax_bridge")
 def ninja_file(folder: Path, sanitizers: str) -> str:
     """The build, in ninja's language: one object for each source, then the module."""
     sys.path.insert(0, str(ROOT / "torch_ext"))  # not the package, which would load the module that is installed
-    import build_config
+    import build
 
-    tools = build_config.toolchain()
+    tools = build.toolchain()
     generated = folder / "include"
-    build_config.write_dlpack_header(tools, generated)
+    build.write_dlpack_header(tools, generated)
     instrument = f"-fsanitize={sanitizers} -fno-omit-frame-pointer" if sanitizers else ""
-    flags = [f"-I{build_config.csrc_root()}", *build_config.compile_flags(tools, generated)]
-    flags += [f"-D{name}='{value}'" for name, value in build_config.version_macros(tools)]
+    flags = [f"-I{build.csrc_root()}", *build.compile_flags(tools, generated)]
+    flags += [f"-D{name}='{value}'" for name, value in build.version_macros(tools)]
     libraries = [f"-L{directory}" for directory in tools.torch_library_dirs]
-    libraries += [f"-l{name}" for name in build_config.TORCH_LIBRARIES]
+    libraries += [f"-l{name}" for name in build.TORCH_LIBRARIES]
     module = folder / "torch_ext" / f"_C{_suffix()}"
     lines = [
         "rule compile",
@@ -37,12 +37,12 @@ def ninja_file(folder: Path, sanitizers: str) -> str:
         "  deps = gcc",
         "  description = compile $in",
         "rule link",
-        f"  command = g++ -shared {instrument} {' '.join(build_config.OPENMP_FLAGS)} $in {' '.join(libraries)} -o $out",
+        f"  command = g++ -shared {instrument} {' '.join(build.OPENMP_FLAGS)} $in {' '.join(libraries)} -o $out",
         "  description = link $out",
     ]
     objects = []
-    for source in build_config.sources():
-        objects.append(folder / "objects" / source.relative_to(build_config.csrc_root()).with_suffix(".o"))
+    for source in build.sources():
+        objects.append(folder / "objects" / source.relative_to(build.csrc_root()).with_suffix(".o"))
         lines.append(f"build {objects[-1]}: compile {source}")
     lines.append(f"build {module}: link {' '.join(map(str, objects))}")
     return "\n".join(lines) + "\n"
@@ -73,9 +73,9 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0]).resolve()
     copy_packages(folder)
     (folder / "build.ninja").write_text(ninja_file(folder, *arguments[1:] or [""]))
-    import build_config
+    import build
 
-    environment = os.environ | build_config.build_environment()
+    environment = os.environ | build.build_environment()
     jobs = environment["MAX_JOBS"]
     return subprocess.run(["ninja", "-C", str(folder), "-j", jobs], env=environment).returncode
 

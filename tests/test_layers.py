@@ -186,7 +186,7 @@ def python_problems(path: PurePosixPath, text: str) -> list[str]:
 def may_import(path: PurePosixPath, name: str, by_call: bool) -> bool:
     top = name.split(".")[0]
     if path.parts[0] == "torch_ext":
-        if path.name == "build_config.py" and by_call and name == "jax.ffi":
+        if path.name == "build.py" and by_call and name == "jax.ffi":
             return True  # has the include directory of the FFI's headers
         return top not in JAX_PACKAGES
     if path.parts[:2] == ("jax_bridge", "reference") or path.name == "reference.py":
@@ -215,8 +215,8 @@ def test_packages_import_only_what_they_may(package):
         ("torch_ext/ops.py", "def late():\n    from jax.ffi import include_dir"),
         ("torch_ext/ops.py", "import jax_bridge"),
         ("torch_ext/ops.py", "importlib.import_module('jax.ffi')"),
-        ("torch_ext/build_config.py", "import jax.ffi"),
-        ("torch_ext/build_config.py", "importlib.import_module('jax')"),
+        ("torch_ext/build.py", "import jax.ffi"),
+        ("torch_ext/build.py", "importlib.import_module('jax')"),
         ("jax_bridge/ops.py", "import torch"),
         ("jax_bridge/ops.py", "from torch.utils import dlpack"),
         ("jax_bridge/ops.py", "def late():\n    import torch.utils.dlpack"),
@@ -237,7 +237,7 @@ def test_a_planted_import_is_caught(path, statement):
     ("path", "statement"),
     [
         ("torch_ext/ops.py", "import torch"),
-        ("torch_ext/build_config.py", "importlib.import_module('jax.ffi')"),
+        ("torch_ext/build.py", "importlib.import_module('jax.ffi')"),
         ("jax_bridge/runtime.py", "import torch_ext"),
         ("jax_bridge/dlpack.py", "import torch"),
         ("jax_bridge/ops.py", "import jax"),

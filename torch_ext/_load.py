@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from torch_ext.build_config import CUDA_INSTALL_COMMAND, INSTALL_COMMAND, REQUIREMENTS_COMMAND, installed_version
+from torch_ext.build import CUDA_INSTALL_COMMAND, INSTALL_COMMAND, REQUIREMENTS_COMMAND, installed_version
 
 # csrc/faces/torch_ops.cpp puts this text into the binary.
 _STAMP = re.compile(rb"async_emb built with torch=([^ \0]+) jaxlib=([^ \0]+)\0")
@@ -48,9 +48,11 @@ def load(directory: Path | None = None, package: str = "torch_ext") -> ModuleTyp
     if built_torch != torch.__version__:
         raise _failure(f"{path} was built for torch {built_torch}, but torch {torch.__version__} is installed")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
         raise _failure(f"{path}, built for this torch {built_torch}, cannot be loaded: {error}") from error
+    importlib.import_module("torch_ext.ops").register_rules()
+    return module
 
 
 def read_stamp(path: Path) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 CUDA joins the build where torch has CUDA and an nvcc of the same major version is found. ``ASYNC_EMB_CUDA=1`` makes its
 absence an error, ``ASYNC_EMB_CUDA=0`` leaves it out. No GPU is looked for: none is needed to compile.
 
-Imports neither torch nor the rest of the package, and is loaded by path, like ``build_config.py`` beside it.
+Imports neither torch nor the rest of the package, and is loaded by path, like ``build.py`` beside it.
 """
 
 from __future__ import annotations

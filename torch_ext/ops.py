@@ -19,18 +19,17 @@ ValueError.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torch_ext._load import load
+from torch_ext import operator_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["gather_rows", "gradient_norm", "rowwise_adagrad_", "rowwise_adagrad_lazy_", "segment_sum", "unique_ids"]
 
-load()
 _ops = torch.ops.async_emb
 
 
@@ -191,63 +190,11 @@ def rowwise_adagrad_lazy_(
     )
 
 
-# Fake kernels: shapes and dtypes of the results, for torch.compile and torch.export. The real kernels check the values.
-
-
-@torch.library.register_fake("async_emb::gather_rows")
-def _(table: Tensor, ids: Tensor) -> Tensor:
-    torch._check(table.dim() == 2, lambda: f"gather_rows: table must have the shape [rows, width], got {table.shape}")
-    return table.new_empty((*ids.shape, table.shape[1]))
-
-
-def _keep_ids(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    table, ids = inputs
-    ctx.save_for_backward(ids)
-    ctx.shape = table.shape
-
-
-def _gradient_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (ids,) = ctx.saved_tensors
-    rows = grad.reshape(-1, ctx.shape[1])
-    ids = ids.reshape(-1).long()
-    keep = ids >= 0  # -1 reads zeros, which do not depend on the table
-    gradient = torch.sparse_coo_tensor(ids[keep][None], rows[keep], ctx.shape, check_invariants=False)
-    return gradient, None
-
-
-torch.library.register_autograd("async_emb::gather_rows", _gradient_rows, setup_context=_keep_ids)
-
-
-@torch.library.register_fake("async_emb::unique_ids")
-def _(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    distinct = context.new_dynamic_size(min=0)
-    kept = context.new_dynamic_size(min=0)
-    return (
-        ids.new_empty((distinct,), dtype=torch.int32),
-        ids.new_empty((distinct + 1,), dtype=torch.int32),
-        ids.new_empty((kept,), dtype=torch.int32),
+def register_rules() -> None:
+    """Gives torch the fake kernels and gradients. The loader calls this, once the native module has defined the
+    operators; the module names this file as the place where torch finds them."""
+    for name, fake in operator_rules.FAKE_KERNELS.items():
+        torch.library.register_fake(f"async_emb::{name}", fake)
+    torch.library.register_autograd(
+        "async_emb::gather_rows", operator_rules.gradient_of_gather_rows, setup_context=operator_rules.keep_ids
     )
-
-
-@torch.library.register_fake("async_emb::segment_sum")
-def _(grads: Tensor, offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    torch._check(grads.dim() == 2, lambda: f"segment_sum: grads must have the shape [tokens, width], got {grads.shape}")
-    distinct = offsets.shape[0] - 1
-    sums = grads.new_empty((distinct, grads.shape[1]), dtype=torch.float32)
-    return sums, grads.new_empty((distinct,), dtype=torch.float32)
-
-
-@torch.library.register_fake("async_emb::gradient_norm")
-def _(statistics: Tensor) -> Tensor:
-    return statistics.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("async_emb::rowwise_adagrad_")
-def _(table: Tensor, *arguments: object, **numbers: object) -> None:
-    torch._check(table.dim() == 2, lambda: f"rowwise_adagrad_: table must be [rows, width], got {table.shape}")
-
-
-@torch.library.register_fake("async_emb::rowwise_adagrad_lazy_")
-def _(table: Tensor, *arguments: object, **numbers: object) -> None:
-    torch._check(table.dim() == 2, lambda: f"rowwise_adagrad_lazy_: table must be [rows, width], got {table.shape}")

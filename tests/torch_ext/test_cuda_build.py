@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torch_ext
-from torch_ext import NativeModuleError, _load, build_config, cuda_toolkit
+from torch_ext import NativeModuleError, _load, build, cuda_toolkit
 
 from .fake_toolkit import CPU_TORCH, CUDA_TORCH, make_toolkit
 
@@ -207,7 +207,7 @@ def test_headers_and_runtime_come_from_the_packages_that_torch_brings(toolkit, t
         "nvidia/nccl/include",
     ]
     assert chosen.library_dirs[0] == str(packages[0] / "lib")
-    assert "-l:libcudart.so.13" in build_config.link_flags(chosen)
+    assert "-l:libcudart.so.13" in build.link_flags(chosen)
 
 
 def test_packages_of_another_cuda_are_left_out(tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_packages_of_another_cuda_are_left_out(tmp_path, monkeypatch):
 
 
 def test_device_code_keeps_the_promise_of_equal_bits():
-    flags = build_config.NVCC_FLAGS
+    flags = build.NVCC_FLAGS
     assert {"-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"} <= set(flags)
     assert not any("fast" in flag for flag in flags)
     assert any("-ffp-contract=off" in flag for flag in flags if flag.startswith("-Xcompiler="))
@@ -232,22 +232,22 @@ def test_device_code_keeps_the_promise_of_equal_bits():
 def test_warnings_are_errors_only_on_request(toolkit, monkeypatch):
     chosen = cuda_toolkit.decide(CUDA_TORCH, "13.0", {"CUDA_HOME": str(toolkit)}).toolkit
     monkeypatch.delenv("ASYNC_EMB_WERROR", raising=False)
-    assert not any("Werror" in flag for flag in build_config.nvcc_flags(chosen, []))
+    assert not any("Werror" in flag for flag in build.nvcc_flags(chosen, []))
     monkeypatch.setenv("ASYNC_EMB_WERROR", "1")
-    assert {"-Werror=all-warnings", "-Xcompiler=-Werror"} <= set(build_config.nvcc_flags(chosen, []))
-    assert "-Werror" in build_config.compile_flags(build_config.toolchain(), Path("generated"), chosen)
+    assert {"-Werror=all-warnings", "-Xcompiler=-Werror"} <= set(build.nvcc_flags(chosen, []))
+    assert "-Werror" in build.compile_flags(build.toolchain(), Path("generated"), chosen)
 
 
 def test_sources_with_cuda_are_those_without_and_more():
-    without, everything = build_config.sources(), build_config.sources(with_cuda=True)
-    more = [path.relative_to(build_config.csrc_root()) for path in everything if path not in without]
+    without, everything = build.sources(), build.sources(with_cuda=True)
+    more = [path.relative_to(build.csrc_root()) for path in everything if path not in without]
     assert [path for path in everything if path in without] == without
     assert all(path.parts[0] == "cuda" or path.match("faces/cuda_*.cpp") for path in more)
     assert not any(path.suffix == ".cu" for path in without)
 
 
 def test_no_two_sources_share_an_object_file():
-    objects = [path.with_suffix(".o") for path in build_config.sources(with_cuda=True)]
+    objects = [path.with_suffix(".o") for path in build.sources(with_cuda=True)]
     assert len(objects) == len(set(objects))
 
 

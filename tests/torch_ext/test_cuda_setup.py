@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext import build_config
+from torch_ext import build
 
 from .fake_toolkit import CPU_TORCH, CUDA_TORCH, make_toolkit
 
-REPOSITORY = Path(build_config.__file__).parent.parent
+REPOSITORY = Path(build.__file__).parent.parent
 
 TORCH_VERSION = "__version__ = {version!r}\ncuda = {cuda!r}\n"
 CPP_EXTENSION = """\
@@ -62,7 +62,7 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def build(checkout, tmp_path):
+def setup(checkout, tmp_path):
     """Runs `setup.py build_ext` with a torch of the test's; gives the process, and what torch was to build."""
 
     def run(version: str, cuda: str | None, **environ: str) -> tuple[subprocess.CompletedProcess[str], dict | None]:
@@ -95,55 +95,55 @@ def build(checkout, tmp_path):
     return run
 
 
-def test_setup_builds_cuda_where_torch_and_the_machine_have_it(build, toolkit):
-    result, extension = build(CUDA_TORCH, "13.0", CUDA_HOME=str(toolkit))
+def test_setup_builds_cuda_where_torch_and_the_machine_have_it(setup, toolkit):
+    result, extension = setup(CUDA_TORCH, "13.0", CUDA_HOME=str(toolkit))
     assert result.returncode == 0, result.stderr
     assert {"csrc/cuda/planted.cu", "csrc/faces/cuda_planted.cpp"} <= set(extension["sources"])
     assert ["ASYNC_EMB_WITH_CUDA", "1"] in extension["define_macros"]
     assert ["ASYNC_EMB_CUDA_VERSION", '"13.0"'] in extension["define_macros"]
     nvcc = extension["extra_compile_args"]["nvcc"]
     assert "-gencode=arch=compute_90,code=sm_90" in nvcc
-    assert set(build_config.NVCC_FLAGS) <= set(nvcc)
+    assert set(build.NVCC_FLAGS) <= set(nvcc)
     assert f"-isystem{toolkit}/include" in extension["extra_compile_args"]["cxx"]
     assert extension["CUDA_HOME"] == str(toolkit)
     assert "native-cuda" in extension["build_temp"]
 
 
-def test_setup_names_a_nonsense_architecture_and_compiles_nothing(build, toolkit):
-    result, extension = build(CUDA_TORCH, "13.0", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="9.0;banana")
+def test_setup_names_a_nonsense_architecture_and_compiles_nothing(setup, toolkit):
+    result, extension = setup(CUDA_TORCH, "13.0", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="9.0;banana")
     assert result.returncode != 0
     assert "error: TORCH_CUDA_ARCH_LIST='9.0;banana': 'banana' is no architecture" in result.stderr
     assert extension is None
 
 
-def test_setup_fails_with_the_reason_if_cuda_is_forced(build, toolkit, tmp_path):
-    result, extension = build(CPU_TORCH, None, CUDA_HOME=str(toolkit), ASYNC_EMB_CUDA="1")
+def test_setup_fails_with_the_reason_if_cuda_is_forced(setup, toolkit, tmp_path):
+    result, extension = setup(CPU_TORCH, None, CUDA_HOME=str(toolkit), ASYNC_EMB_CUDA="1")
     assert (result.returncode != 0, extension) == (True, None)
     assert f"error: ASYNC_EMB_CUDA=1 asks for CUDA, but torch {CPU_TORCH} is a build without CUDA" in result.stderr
     older = make_toolkit(tmp_path / "cuda-12.4", "12.4")
-    result, extension = build(CUDA_TORCH, "13.0", CUDA_HOME=str(older), ASYNC_EMB_CUDA="1")
+    result, extension = setup(CUDA_TORCH, "13.0", CUDA_HOME=str(older), ASYNC_EMB_CUDA="1")
     assert (result.returncode != 0, extension) == (True, None)
     assert f"nvcc is of CUDA 12.4, torch {CUDA_TORCH} of CUDA 13.0" in result.stderr
 
 
-def test_setup_warns_of_another_minor_version_and_builds(build, tmp_path):
+def test_setup_warns_of_another_minor_version_and_builds(setup, tmp_path):
     home = make_toolkit(tmp_path / "cuda-13.2", "13.2")
-    result, extension = build(CUDA_TORCH, "13.0", CUDA_HOME=str(home), ASYNC_EMB_CUDA="1")
+    result, extension = setup(CUDA_TORCH, "13.0", CUDA_HOME=str(home), ASYNC_EMB_CUDA="1")
     assert result.returncode == 0, result.stderr
     assert "async-emb: nvcc is of CUDA 13.2" in result.stderr
     assert "csrc/cuda/planted.cu" in extension["sources"]
 
 
-def test_setup_builds_for_cpus_without_nvcc_and_stamps_why(build, tmp_path):
-    result, extension = build(CUDA_TORCH, "13.0", CUDA_HOME=str(tmp_path))
+def test_setup_builds_for_cpus_without_nvcc_and_stamps_why(setup, tmp_path):
+    result, extension = setup(CUDA_TORCH, "13.0", CUDA_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "async-emb: building without CUDA, because CUDA_HOME has no bin/nvcc" in result.stderr
     assert ["ASYNC_EMB_CUDA_REASON", '"CUDA_HOME has no bin/nvcc"'] in extension["define_macros"]
-    assert extension["sources"] == [os.path.relpath(path, REPOSITORY) for path in build_config.sources()]
+    assert extension["sources"] == [os.path.relpath(path, REPOSITORY) for path in build.sources()]
 
 
-def test_setup_for_cpus_has_no_word_of_cuda(build):
-    result, extension = build(CPU_TORCH, None)
+def test_setup_for_cpus_has_no_word_of_cuda(setup):
+    result, extension = setup(CPU_TORCH, None)
     assert result.returncode == 0, result.stderr
     assert "cuda" not in (result.stdout + result.stderr).lower()
     extension.pop("CUDA_HOME")

@@ -253,7 +253,7 @@ def _main(arguments: list[str]) -> int:
     elif len(arguments) == 2 and arguments[0] == "dlpack":
         write_dlpack_header(toolchain(), Path(arguments[1]))
     else:
-        print("usage: build_config.py {jobs | flags | dlpack INCLUDE_DIR}", file=sys.stderr)
+        print("usage: build.py {jobs | flags | dlpack INCLUDE_DIR}", file=sys.stderr)
         return 2
     return 0
 

@@ -10,44 +10,44 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext import build_config
+from torch_ext import build
 
-CONFIG_FILE = Path(build_config.__file__)
+CONFIG_FILE = Path(build.__file__)
 REPOSITORY = CONFIG_FILE.parent.parent
 
 
 def test_every_cpp_file_is_built_once():
-    assert build_config.sources() == sorted(
-        (path for path in build_config.csrc_root().rglob("*.cpp") if path.parent.name != "cuda"),
+    assert build.sources() == sorted(
+        (path for path in build.csrc_root().rglob("*.cpp") if path.parent.name != "cuda"),
         key=lambda path: (["cpu", "comm", "c10d", "context", "faces"].index(path.parent.name), path.name),
     )
 
 
 def test_contraction_is_off_and_no_machine_is_asked_for():
-    flags = build_config.CXX_FLAGS
+    flags = build.CXX_FLAGS
     assert "-ffp-contract=off" in flags
     assert not any(flag.startswith(("-march", "-mfma", "-ffast-math", "-Ofast")) for flag in flags)
 
 
 def test_ninja_is_found_with_an_empty_path(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    path = build_config.build_environment()["PATH"]
+    path = build.build_environment()["PATH"]
     assert shutil.which("ninja", path=path)
     assert shutil.which("sh", path=path)
 
 
 def test_jobs_are_bounded_by_memory(monkeypatch):
-    monkeypatch.setattr(build_config, "_available_memory_bytes", lambda: 3 * 1024**3)
-    assert build_config.parallel_jobs() == 1
-    monkeypatch.setattr(build_config, "_available_memory_bytes", lambda: 0)
-    assert build_config.parallel_jobs() == 1
-    monkeypatch.setattr(build_config, "_available_memory_bytes", lambda: 2**50)
-    assert build_config.parallel_jobs() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(build, "_available_memory_bytes", lambda: 3 * 1024**3)
+    assert build.parallel_jobs() == 1
+    monkeypatch.setattr(build, "_available_memory_bytes", lambda: 0)
+    assert build.parallel_jobs() == 1
+    monkeypatch.setattr(build, "_available_memory_bytes", lambda: 2**50)
+    assert build.parallel_jobs() == len(os.sched_getaffinity(0))
 
 
 def test_the_users_number_of_jobs_wins(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "7")
-    assert "MAX_JOBS" not in build_config.build_environment()
+    assert "MAX_JOBS" not in build.build_environment()
 
 
 def isolated(script: str) -> subprocess.CompletedProcess[str]:
@@ -70,8 +70,8 @@ def test_the_list_of_sources_needs_neither_torch_nor_jax():
 def test_a_build_without_torch_ends_with_the_commands_to_use():
     result = isolated("config.toolchain()")
     assert "torch cannot be imported" in result.stderr
-    assert build_config.REQUIREMENTS_COMMAND in result.stderr
-    assert build_config.INSTALL_COMMAND in result.stderr
+    assert build.REQUIREMENTS_COMMAND in result.stderr
+    assert build.INSTALL_COMMAND in result.stderr
 
 
 @pytest.mark.parametrize("file", ["setup.py", "pyproject.toml", "csrc/cpu/kernels.h", "csrc/faces/torch_ops.cpp"])
