@@ -30,15 +30,23 @@ def put(x: Any, sharding: Sharding) -> Any:
 
 def fetch(x: Any) -> np.ndarray[Any, Any]:
     """The whole of an array, on every process that has a part of it; all of these must call this, in the same order. A
-    copy, bit for bit."""
+    copy, bit for bit, of what is in memory now."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-        return np.array(jax.device_get(x))
+        return np.array(jax.device_get(_not_read_before(x)))
     replicated = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return np.asarray(_replicate(x, replicated))
     # As integers: on its way between processes XLA turns bfloat16 into float32 and back, which changes NaNs. Two
     # programs, or it would move the one conversion past the other.
     return np.asarray(_replicate(_bits(x), replicated)).view(x.dtype)
+
+
+def _not_read_before(x: Any) -> Any:
+    """``x``, without the host copy that JAX keeps of an array once it was read: torch may have written to it since
+    (``dlpack.view``)."""
+    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
 
 
 @jax.jit

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import batches, global_ops, ownership, runtime, snapshots
+from . import batches, global_ops, loans, ownership, runtime, snapshots
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState
 from .errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
@@ -104,6 +104,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._ids_of = ids_of
         self._sync_errors = sync_errors
+        self._donates = donate
         self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
         self._current: Compiled | None = None
         self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
@@ -151,6 +152,7 @@ class TrainStep:
         if self.staleness:
             self._require_last(state)
         require_usable(state, batch, upcoming, staleness=self.staleness)
+        self._require_donatable(state)
         ids = self._ids(batch)
         placed = batches.place(self.tables, ids)
         compiled = self._compiled(batches.sizes_of(ids))
@@ -184,6 +186,7 @@ class TrainStep:
         self.check(wait=True)
         self._require_last(state)
         require_usable(state, staleness=self.staleness)
+        self._require_donatable(state)
         if self._last is not None:
             assert self._current is not None
             self._use(self._current)
@@ -359,6 +362,11 @@ class TrainStep:
 
     def _require_last(self, state: StepState) -> None:
         require_last(state, self._last)
+
+    def _require_donatable(self, state: StepState) -> None:
+        # Of the whole state, before the first program takes a part of it.
+        if self._donates:
+            loans.require_donatable(state)
 
     # ---- programs and contexts ----
 
