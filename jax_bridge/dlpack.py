@@ -28,7 +28,7 @@ from .errors import ContextError, ContextTypeError, PipelineError, Problem, rais
 from .ffi import TransformationError
 from .loans import require_donatable
 
-__all__ = ["ShardView", "adopt", "require_donatable", "shares_memory", "view", "view_shards"]
+__all__ = ["ShardView", "adopt", "give", "require_donatable", "shares_memory", "view", "view_shards"]
 
 # Of both frameworks, under one name.
 DTYPES = (
@@ -82,13 +82,7 @@ def view(array: jax.Array) -> Iterator[torch.Tensor]:
         TransformationError: the call is inside of jax.jit, jax.grad, jax.vmap or the like.
     """
     _require_array(array)
-    if len(array.sharding.device_set) > 1:
-        error = ContextError(
-            f"async_emb view: {_describe(array)} lies on {len(array.sharding.device_set)} devices, and a tensor has "
-            "one memory"
-        )
-        error.add_note("view_shards(array) lends each shard; view(array.addressable_shards[i].data) one of them.")
-        raise error
+    _require_one_device(array)
     with view_shards(array) as (shard,):
         yield shard.tensor
 
@@ -109,12 +103,24 @@ def view_shards(array: jax.Array) -> Iterator[list[ShardView]]:
         ]
 
 
+def give(array: jax.Array) -> torch.Tensor:
+    """Gives an array's memory to torch for good: the same memory, no copy. The array is deleted, as a donated one is.
+
+    Args:
+        array: as for ``view``; nobody else's (see ``require_donatable``).
+    """
+    _require_array(array)
+    _require_one_device(array)
+    require_donatable(array)
+    jax.block_until_ready(array)
+    tensor = _exported(array)
+    array.delete()
+    return tensor
+
+
 @contextlib.contextmanager
 def _lent(shard: jax.Array) -> Iterator[torch.Tensor]:
-    what = _describe(shard)
-    tensor = torch.utils.dlpack.from_dlpack(shard)
-    if shard.nbytes and tensor.data_ptr() != shard.unsafe_buffer_pointer():
-        raise PipelineError(f"async_emb view: JAX has exported a copy of {what} instead of its memory")
+    what, tensor = _describe(shard), _exported(shard)
     device, storage = tensor.device, tensor.untyped_storage()  # of now: the block may give the tensor another storage
     claim = loans.claim("view", tensor.data_ptr(), shard.nbytes, what)
     try:
@@ -125,6 +131,23 @@ def _lent(shard: jax.Array) -> Iterator[torch.Tensor]:
         why = f"async_emb view: the view of {what} has ended, and its memory is JAX's again"
         torch_ext.native().end_loan(storage._cdata, f"{why}. Clone inside of the block what is needed after it.")
         loans.release(claim)
+
+
+def _exported(array: jax.Array) -> torch.Tensor:
+    tensor = torch.utils.dlpack.from_dlpack(array)
+    if array.nbytes and tensor.data_ptr() != array.unsafe_buffer_pointer():
+        raise PipelineError(f"async_emb view: JAX has exported a copy of {_describe(array)} instead of its memory")
+    return tensor
+
+
+def _require_one_device(array: jax.Array) -> None:
+    devices = len(array.sharding.device_set)
+    if devices > 1:
+        error = ContextError(
+            f"async_emb view: {_describe(array)} lies on {devices} devices, and a tensor has one memory"
+        )
+        error.add_note("view_shards(array) lends each shard; view(array.addressable_shards[i].data) one of them.")
+        raise error
 
 
 def _require_array(array: Any) -> None:
@@ -215,7 +238,7 @@ def _shared(tensor: torch.Tensor, device: jax.Device | None) -> jax.Array:
         array = jax.dlpack.from_dlpack(alias, copy=False)
     else:
         # DLPack knows one CPU; that several devices of XLA's are the same memory is known to device_put alone.
-        array = jax.device_put(_as_numpy(alias), device)
+        array = jax.device_put(as_numpy(alias), device)
     if array.nbytes:
         if array.unsafe_buffer_pointer() != alias.data_ptr():
             raise ContextError(f"async_emb adopt: JAX has made a copy of {_describe(tensor)} instead of sharing it")
@@ -237,7 +260,8 @@ def _home_of(tensor: torch.Tensor) -> jax.Device:
     return jax.local_devices(backend="cpu")[0]
 
 
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor's memory as a NumPy array, of the dtypes that torch's own ``numpy()`` does not know too."""
     name = _name_of(tensor.dtype)
     if name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"):
         bits = tensor.view(torch.int16 if name == "bfloat16" else torch.uint8)

@@ -152,7 +152,8 @@ class AsyncEmbedding:
                 f"async_emb {self.name!r}: the optimizer's arrays are {sorted(optimizer)}, but {self.optimizer!r} "
                 f"needs { {n: f'{x.dtype.name}{list(x.shape)}' for n, x in fresh.items()} }"
             )
-        return TableState(self._place_weights(weights), self._place_optimizer(optimizer))
+        placed = TableState(self._place_weights(weights), self._place_optimizer(optimizer))
+        return jax.block_until_ready(placed)  # the caller's arrays were read where they lie
 
     def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """The logical table [rows, width] and the optimizer's arrays, as host arrays, whatever the layout."""
@@ -378,7 +379,15 @@ class AsyncEmbedding:
 
     @functools.cached_property
     def _place_weights(self) -> Callable[[Any], Any]:
-        return jax.jit(self._padded, out_shardings=self._weights_sharding())
+        place = jax.jit(self._padded, out_shardings=self._weights_sharding())
+        if self.dtype.itemsize != 2:
+            return place
+        # XLA:CPU pads numbers of two bytes as float32, which changes NaNs, so they are placed as integers. Two programs,
+        # or it would move the one conversion past the other.
+        padding = ((0, 0), (0, self.padded_width - self.width))
+        place_bits = jax.jit(lambda x: jnp.pad(jnp.copy(x), padding), out_shardings=self._weights_sharding())
+        named = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, self.dtype), out_shardings=self._weights_sharding())
+        return lambda weights: named(place_bits(weights.view(np.uint16)))
 
     @functools.cached_property
     def _copy_weights(self) -> Callable[[Any], Any]:
@@ -398,7 +407,7 @@ def with_dtype(array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     array = np.asarray(array)
     if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
         return array.view(dtype)
-    return array.astype(dtype)
+    return array.astype(dtype, copy=False)
 
 
 def _normal(key: Any, shape: tuple[int, int]) -> Any:
