@@ -382,8 +382,8 @@ class AsyncEmbedding:
         place = jax.jit(self._padded, out_shardings=self._weights_sharding())
         if self.dtype.itemsize != 2:
             return place
-        # XLA:CPU pads numbers of two bytes as float32, which changes NaNs, so they are placed as integers. Two programs,
-        # or it would move the one conversion past the other.
+        # XLA:CPU pads numbers of two bytes as float32, which changes NaNs, so they are placed as integers. By two
+        # programs, or it would move the one conversion past the other.
         padding = ((0, 0), (0, self.padded_width - self.width))
         place_bits = jax.jit(lambda x: jnp.pad(jnp.copy(x), padding), out_shardings=self._weights_sharding())
         named = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, self.dtype), out_shardings=self._weights_sharding())
