@@ -4,91 +4,29 @@ Most programs need ``AsyncEmbedding``, ``RowwiseAdagrad``, ``train_step`` and ``
 the per-shard operations are for those who write their own step inside ``jax.shard_map``.
 """
 
-from .batches import with_next
-from .checkpoints import Checkpoints
-from .context import AsyncEmbContextHandle, make_context_handle
-from .embedding import AsyncEmbedding, TableState
-from .errors import (
-    AsyncEmbError,
-    CheckpointError,
-    ContextError,
-    ContextTypeError,
-    ContextWarning,
-    FailedContextError,
-    IdError,
-    PipelineError,
-)
-from .exporting import export_checks
-from .ffi import TransformationError
-from .mesh import pad_width, replica_groups
-from .ops import (
-    lookup_done,
-    lookup_start,
-    rowwise_adagrad_lazy_update_start,
-    rowwise_adagrad_update_done,
-    rowwise_adagrad_update_start,
-    settle,
-    stage_update,
-)
-from .optimizers import RowOptimizer, RowwiseAdagrad
-from .order import depend, mark
-from .processes import initialize
-from .runtime import (
-    TimelineEvent,
-    abort_context,
-    check,
-    close_context,
-    open_context,
-    start_timeline,
-    stats,
-    stop_timeline,
-)
-from .snapshots import Snapshot
-from .step_program import StepProgram, StepState
-from .train import TrainStep, train_step
+from __future__ import annotations
 
-__all__ = [
-    "AsyncEmbContextHandle",
-    "AsyncEmbError",
-    "AsyncEmbedding",
-    "CheckpointError",
-    "Checkpoints",
-    "ContextError",
-    "ContextTypeError",
-    "ContextWarning",
-    "FailedContextError",
-    "IdError",
-    "PipelineError",
-    "RowOptimizer",
-    "RowwiseAdagrad",
-    "Snapshot",
-    "StepProgram",
-    "StepState",
-    "TableState",
-    "TimelineEvent",
-    "TrainStep",
-    "TransformationError",
-    "abort_context",
-    "check",
-    "close_context",
-    "depend",
-    "export_checks",
-    "initialize",
-    "lookup_done",
-    "lookup_start",
-    "make_context_handle",
-    "mark",
-    "open_context",
-    "pad_width",
-    "replica_groups",
-    "rowwise_adagrad_lazy_update_start",
-    "rowwise_adagrad_update_done",
-    "rowwise_adagrad_update_start",
-    "settle",
-    "stage_update",
-    "start_timeline",
-    "stats",
-    "stop_timeline",
-    "train_step",
-    "with_next",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for, when it is: commands that need no JAX do not wait a second for it."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Modules first: those behind `public` ask for one another while it is being imported.
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    public = importlib.import_module(f"{__name__}.public")
+    if name != "__all__" and name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(public, name)  # the next time Python finds it by itself
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -9,14 +9,18 @@ import dataclasses
 import difflib
 import math
 import numbers
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from .errors import Problem, show
+from .mesh_outline import MeshOutline
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
 
 AxisName: TypeAlias = Hashable
 AxisNames: TypeAlias = AxisName | Sequence[AxisName]
@@ -46,33 +50,50 @@ class AxisReading:
         return not self.problems and not self.unknown
 
 
+def is_mesh(value: object) -> TypeGuard[Mesh | MeshOutline]:
+    """Whether ``value`` has axes and devices: a mesh of JAX's, or the outline of one."""
+    return isinstance(value, MeshOutline) or _is_of_jax(value, "Mesh")
+
+
+def _is_abstract(value: object) -> TypeGuard[AbstractMesh]:
+    return _is_of_jax(value, "AbstractMesh")
+
+
+def _is_of_jax(value: object, name: str) -> bool:
+    # Whoever has a mesh of JAX's has imported it; nobody else should wait a second for that.
+    sharding = sys.modules.get("jax.sharding")
+    return sharding is not None and isinstance(value, getattr(sharding, name))
+
+
 def mesh_problems(mesh: object) -> tuple[Problem, ...]:
     """What keeps `mesh` from carrying a table: not a mesh, no devices, or a device twice."""
-    if isinstance(mesh, AbstractMesh):
+    if _is_abstract(mesh):
         message = f"async_emb mesh {mesh} is an AbstractMesh, which has no devices"
         return (
             Problem(
                 message,
                 ("Give a concrete mesh: the jax.sharding.Mesh, made of devices, that the program will run on.",),
                 wrong_type=True,
+                arguments=("mesh",),
             ),
         )
-    if not isinstance(mesh, Mesh):
+    if not is_mesh(mesh):
         message = f"async_emb mesh must be a jax.sharding.Mesh, not {type(mesh).__name__}: {show(mesh)}"
-        return (Problem(message, (_MAKE_A_MESH,), wrong_type=True),)
+        return (Problem(message, (_MAKE_A_MESH,), wrong_type=True, arguments=("mesh",)),)
     if mesh.devices.size == 0:
         sizes = ", ".join(f"axis {name!r} has size {size}" for name, size in mesh.shape.items() if size == 0)
-        return (Problem(f"async_emb mesh has no devices: {sizes}", (_MAKE_A_MESH,)),)
+        return (Problem(f"async_emb mesh has no devices: {sizes}", (_MAKE_A_MESH,), arguments=("mesh",)),)
     counts = Counter(int(device.id) for device in mesh.devices.flat)
     if repeated := sorted(device_id for device_id, count in counts.items() if count > 1):
         message = f"async_emb mesh holds devices more than once: ids {show(repeated)} of {mesh}"
-        return (Problem(message, ("Every device may hold one shard of the table; list each device once.",)),)
+        advice = "Every device may hold one shard of the table; list each device once."
+        return (Problem(message, (advice,), arguments=("mesh",)),)
     return ()
 
 
 def mesh_shape(mesh: object) -> MeshShape | None:
     """Axis sizes, or None if there are none to speak of."""
-    return mesh.shape if isinstance(mesh, (Mesh, AbstractMesh)) else None
+    return mesh.shape if is_mesh(mesh) or _is_abstract(mesh) else None
 
 
 def axes_of(shape: MeshShape) -> str:
@@ -80,7 +101,7 @@ def axes_of(shape: MeshShape) -> str:
     return ", ".join(f"{name!r} (size {size})" for name, size in shape.items()) or "none"
 
 
-def read_axes(mesh: Mesh | AbstractMesh, argument: str, value: object) -> AxisReading:
+def read_axes(mesh: Mesh | AbstractMesh | MeshOutline, argument: str, value: object) -> AxisReading:
     """Reads an axis argument: one axis name, or a tuple or list of axis names."""
     shape = mesh.shape
     wrong_type = _wrong_type(shape, argument, value)
@@ -101,11 +122,11 @@ def read_axes(mesh: Mesh | AbstractMesh, argument: str, value: object) -> AxisRe
     problems: list[Problem] = []
     if not names:
         message = f"async_emb {argument}={show(value)} names no axis; the mesh has axes {tuple(shape)}"
-        problems.append(Problem(message, (f"Name at least one axis: {axes_of(shape)}.",)))
+        problems.append(Problem(message, (f"Name at least one axis: {axes_of(shape)}.",), arguments=(argument,)))
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         message = f"async_emb {argument}={show(tuple(names))} repeats {show(repeated)}"
-        problems.append(Problem(message, (f"Name every axis of {argument} once.",)))
+        problems.append(Problem(message, (f"Name every axis of {argument} once.",), arguments=(argument,)))
     return AxisReading(tuple(names), tuple(problems), tuple(unknown), tuple(dict.fromkeys(guess_list)))
 
 
@@ -133,7 +154,7 @@ def communicator_problems(
             "async_emb requires token shards to vary across the communicator: "
             f"table_axis {missing_axes} missing from data_axis {data_axis}"
         )
-        problems.append(Problem(message, (reason, f"Write {ways_out}.")))
+        problems.append(Problem(message, (reason, f"Write {ways_out}."), arguments=("data_axis",)))
     if off_communicator_shards > 1:
         message = (
             "async_emb requires exactly one token shard per communicator rank: "
@@ -141,7 +162,8 @@ def communicator_problems(
             f"outside table_axis {table_axis}"
         )
         reason = f"{where}; of data_axis, {axes_of({name: shape[name] for name in outside})} lies outside table_axis."
-        problems.append(Problem(message, (reason, f"Write {ways_out}, or reshape the mesh to one axis for both.")))
+        advice = f"Write {ways_out}, or reshape the mesh to one axis for both."
+        problems.append(Problem(message, (reason, advice), arguments=("data_axis",)))
     return tuple(problems)
 
 
@@ -229,14 +251,16 @@ def _closest(shape: MeshShape, element: object) -> tuple[AxisName, ...]:
     return tuple(by_text[match] for match in matches)
 
 
-def _unknown_axis(mesh: Mesh | AbstractMesh, argument: str, axis: AxisName, closest: tuple[AxisName, ...]) -> Problem:
+def _unknown_axis(
+    mesh: Mesh | AbstractMesh | MeshOutline, argument: str, axis: AxisName, closest: tuple[AxisName, ...]
+) -> Problem:
     advice = f"{argument} names axis {show(axis)}; the mesh has axes {axes_of(mesh.shape)}."
     if closest:
         advice += f" The closest is {closest[0]!r}."
     elif not mesh.shape:
         advice += f" {_MAKE_A_MESH}"
     shown = repr(axis) if isinstance(axis, str) else show(axis)
-    return Problem(f"async_emb axis {shown} is not a mesh axis of {mesh}", (advice,))
+    return Problem(f"async_emb axis {shown} is not a mesh axis of {mesh}", (advice,), arguments=(argument,))
 
 
 def _is_set(value: object) -> TypeGuard[Set[object]]:
@@ -249,10 +273,12 @@ def _wrong_type(shape: MeshShape, argument: str, value: object) -> Problem | Non
         message = f"async_emb {argument}=None names no axis; the mesh has axes {tuple(shape)}"
         if argument == "data_axis":
             expected = f"data_axis names the axes that shard the tokens; there is no default. {expected}"
-        return Problem(message, (expected,), wrong_type=True)
+        return Problem(message, (expected,), wrong_type=True, arguments=(argument,))
     if _is_set(value):
         message = f"async_emb {argument}={show(value)} is a {type(value).__name__}, which has no order"
-        return Problem(message, (f"The order of the axes numbers the ranks. {expected}",), wrong_type=True)
+        return Problem(
+            message, (f"The order of the axes numbers the ranks. {expected}",), wrong_type=True, arguments=(argument,)
+        )
     for element in value if isinstance(value, (tuple, list)) else (value,):
         if not isinstance(element, (str, bytes, numbers.Number)) and not _in_mesh(shape, element):
             inside = "" if element is value else f" inside {show(value)}"
@@ -260,5 +286,5 @@ def _wrong_type(shape: MeshShape, argument: str, value: object) -> Problem | Non
                 f"async_emb {argument} must be an axis name, or a tuple or list of axis names, "
                 f"not {type(element).__name__}: {show(element)}{inside}"
             )
-            return Problem(message, (expected,), wrong_type=True)
+            return Problem(message, (expected,), wrong_type=True, arguments=(argument,))
     return None

@@ -128,11 +128,11 @@ def _not_a_positive_integer(argument: str, value: object, group_size: int | None
     if is_integer(value):
         if value > 0:
             return None
-        return Problem(f"async_emb {argument}={show(int(value))} must be positive", (meaning,))
+        return Problem(f"async_emb {argument}={show(int(value))} must be positive", (meaning,), arguments=(argument,))
     message = f"async_emb {argument}={show(value)} must be an integer, not {type(value).__name__}"
     number = as_number(value)
     if number is None or number <= 0:
-        return Problem(message, (meaning,), wrong_type=True)
+        return Problem(message, (meaning,), wrong_type=True, arguments=(argument,))
     nearest: tuple[int, int] | None = None
     if argument in ("tokens_per_batch", "emb_width") and group_size is not None:
         nearest = nearest_multiples(number, group_size, _LIMITS[argument])
@@ -141,34 +141,39 @@ def _not_a_positive_integer(argument: str, value: object, group_size: int | None
     elif argument in ("num_unique", "logical_width"):
         nearest = nearest_multiples(number, 1, MAX_TOKENS)
     advice = f" Write {' or '.join(map(str, sorted(set(nearest))))}." if nearest else ""
-    return Problem(message, (meaning + advice,), wrong_type=True)
+    return Problem(message, (meaning + advice,), wrong_type=True, arguments=(argument,))
 
 
 def _option_problems(arguments: Arguments, dtype: np.dtype[Any] | None) -> Iterator[Problem]:
     if dtype is None:
         advice = "The kernels keep tables as one of these."
         message = f"async_emb dtype={_dtype_name(arguments.dtype)} is not supported; use one of {', '.join(DTYPES)}"
-        yield Problem(message, (advice,))
+        yield Problem(message, (advice,), arguments=("dtype",))
     if not isinstance(arguments.id_policy, str) or arguments.id_policy not in ID_POLICIES:
         policies = ", ".join(map(repr, ID_POLICIES))
         message = f"async_emb id_policy={show(arguments.id_policy)} is not one of {policies}"
         advice = "It says what an id outside the table does: raise after the step, read zeros, or use the nearest row."
-        yield Problem(message, (advice,), wrong_type=not isinstance(arguments.id_policy, str))
+        wrong_type = not isinstance(arguments.id_policy, str)
+        yield Problem(message, (advice,), wrong_type=wrong_type, arguments=("id_policy",))
     padding_id = arguments.padding_id
     if padding_id is not None and not is_integer(padding_id):
         message = f"async_emb padding_id={show(padding_id)} must be an integer or None, not {type(padding_id).__name__}"
-        yield Problem(message, ("padding_id is the token id that reads zeros and is never trained.",), wrong_type=True)
+        meaning = "padding_id is the token id that reads zeros and is never trained."
+        yield Problem(message, (meaning,), wrong_type=True, arguments=("padding_id",))
     elif padding_id is not None and not -(2**63) <= padding_id < 2**63:
         message = f"async_emb padding_id={show(int(padding_id))} is not a 64-bit integer"
-        yield Problem(message, ("Token ids are int32 or int64, so no token could ever be padding.",))
+        advice = "Token ids are int32 or int64, so no token could ever be padding."
+        yield Problem(message, (advice,), arguments=("padding_id",))
     for argument in ("name", "purpose"):
         text = getattr(arguments, argument)
         if not isinstance(text, str):
             message = f"async_emb {argument}={show(text)} must be a string, not {type(text).__name__}"
-            yield Problem(message, (f"{argument} appears in messages and logs.",), wrong_type=True)
+            yield Problem(
+                message, (f"{argument} appears in messages and logs.",), wrong_type=True, arguments=(argument,)
+            )
         elif not text or not text.isprintable():
             message = f"async_emb {argument}={show(text)} must be one line of printable characters, and not empty"
-            yield Problem(message, (f"{argument} appears in messages and logs.",))
+            yield Problem(message, (f"{argument} appears in messages and logs.",), arguments=(argument,))
 
 
 def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str) -> Iterator[Problem]:
@@ -184,7 +189,8 @@ def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str
     below, above = nearest_multiples(value, group_size, _LIMITS[argument])
     if argument == "tokens_per_batch":
         valid = f"{below} or {above}" if below != above else f"{below}"
-        yield Problem(message, (reason, f"Over these ranks the nearest valid tokens_per_batch is {valid}."))
+        advice = f"Over these ranks the nearest valid tokens_per_batch is {valid}."
+        yield Problem(message, (reason, advice), arguments=(argument,))
         return
     if above >= value:
         advice = (
@@ -194,7 +200,7 @@ def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str
         )
     else:
         advice = f"Over these ranks the widest row is emb_width={below}."
-    yield Problem(message, (reason, advice))
+    yield Problem(message, (reason, advice), arguments=(argument,))
 
 
 def _limit_problems(integers: dict[str, int]) -> Iterator[Problem]:
@@ -202,11 +208,12 @@ def _limit_problems(integers: dict[str, int]) -> Iterator[Problem]:
         if integers.get(argument, 0) > limit:
             unit = "the width limit of the kernels" if argument == "emb_width" else "the limit"
             message = f"async_emb {argument}={show(integers[argument])} is above {unit}, {limit}"
-            yield Problem(message, (f"{argument} is {_MEANINGS[argument]}.",))
+            yield Problem(message, (f"{argument} is {_MEANINGS[argument]}.",), arguments=(argument,))
     width, logical_width = integers.get("emb_width"), integers.get("logical_width")
     if width is not None and logical_width is not None and logical_width > width:
         message = f"async_emb logical_width={show(logical_width)} is above emb_width={show(width)}"
-        yield Problem(message, (f"logical_width is {_MEANINGS['logical_width']}; emb_width counts them all.",))
+        advice = f"logical_width is {_MEANINGS['logical_width']}; emb_width counts them all."
+        yield Problem(message, (advice,), arguments=("logical_width",))
 
 
 def _node_problems(integers: dict[str, int], mesh: Any) -> Iterator[Problem]:
@@ -223,7 +230,8 @@ def _node_problems(integers: dict[str, int], mesh: Any) -> Iterator[Problem]:
             f"{num_devices} = {num_devices // per_node} * {show(per_node)} + {num_devices % per_node}, "
             f"remainder {num_devices % per_node}."
         )
-        yield Problem(message, (reason, _valid_node_sizes(per_node, mesh)))
+        advice = _valid_node_sizes(per_node, mesh)
+        yield Problem(message, (reason, advice), arguments=("num_devices_per_node",))
         return
     processes = processes_in_order(mesh)
     if (split := split_process(processes, per_node)) is not None:
@@ -238,8 +246,9 @@ def _node_problems(integers: dict[str, int], mesh: Any) -> Iterator[Problem]:
             f"the order of the mesh are {show(processes)}."
         )
         order = "Or order the devices of the mesh by process (jax.make_mesh does)."
-        advice = (_valid_node_sizes(per_node, mesh), *([order] if processes != sorted(processes) else []))
-        yield Problem(message, (reason, *advice))
+        valid = _valid_node_sizes(per_node, mesh)
+        advices = (reason, valid, *([order] if processes != sorted(processes) else []))
+        yield Problem(message, advices, arguments=("num_devices_per_node",))
 
 
 def _valid_node_sizes(per_node: int, mesh: Any) -> str:
@@ -302,7 +311,9 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     for problem in problems:
         earlier = merged.get(problem.message)
         advice = (*earlier.advice, *problem.advice) if earlier else problem.advice
-        merged[problem.message] = dataclasses.replace(problem, advice=tuple(dict.fromkeys(advice)))
+        about = (*earlier.arguments, *problem.arguments) if earlier else problem.arguments
+        advice, about = tuple(dict.fromkeys(advice)), tuple(dict.fromkeys(about))
+        merged[problem.message] = dataclasses.replace(problem, advice=advice, arguments=about)
     return list(merged.values())
 
 

@@ -65,11 +65,12 @@ class ContextWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One violation: the line that is raised or listed, and what to do about it."""
+    """One violation: the line that is raised or listed, what to do about it, and the arguments that it is about."""
 
     message: str
     advice: tuple[str, ...] = ()
     wrong_type: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 def raise_problems(

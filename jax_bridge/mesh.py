@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jax.sharding import Mesh
 
 from .axes import AxisNames, communicator_problems, mesh_problems, read_axes
 from .errors import raise_problems
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
 def replica_groups(mesh: Mesh, axes: AxisNames) -> tuple[int, tuple[int, ...]]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from . import global_ops
 from .checks import is_integer
-from .context import AsyncEmbContextHandle
 from .errors import Problem, raise_problems, show
+
+if TYPE_CHECKING:
+    import jax
+
+    from .context import AsyncEmbContextHandle
 
 Schedule = Callable[[Any], Any]
 
@@ -68,10 +69,11 @@ class RowwiseAdagrad:
     initial_accumulator: float = 0.0
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        if problems := list(self.problems()):
             raise_problems(problems)
 
-    def _problems(self) -> Iterator[Problem]:
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the settings, each problem with the setting's name."""
         if not callable(self.learning_rate):
             yield from _wrong_number("learning_rate", self.learning_rate, least=0.0)
         yield from _wrong_number("eps", self.eps, least=0.0)
@@ -99,6 +101,10 @@ class RowwiseAdagrad:
     def update_start(
         self, weights: Any, state: dict[str, Any], step: Any, gate: Any, handle: AsyncEmbContextHandle
     ) -> tuple[Any, dict[str, Any], Any]:
+        import jax.numpy as jnp  # here, because settings are checked without JAX too
+
+        from . import global_ops
+
         rate = jnp.asarray(
             self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate, jnp.float32
         )
@@ -137,6 +143,8 @@ class RowwiseAdagrad:
 
 def state_shape(optimizer: RowOptimizer, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of an optimizer's state."""
+    import jax
+
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in optimizer.init(rows).items()}
 
 
@@ -166,4 +174,4 @@ def _wrong_number(
 
 def _problem(name: str, value: Any, wanted: str, *, wrong_type: bool) -> Problem:
     message = f"async_emb RowwiseAdagrad {name}={show(value)} must be {wanted}"
-    return Problem(message, (_ADVICE[name],), wrong_type=wrong_type)
+    return Problem(message, (_ADVICE[name],), wrong_type=wrong_type, arguments=(name,))

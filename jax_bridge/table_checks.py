@@ -7,10 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from .axes import mesh_shape, read_axes
+from .axes import is_mesh, mesh_shape, read_axes
 from .checks import MAX_WIDTH, Arguments, as_number, check, is_integer
 from .corrections import find_corrections
 from .errors import Problem, raise_problems, show
@@ -49,7 +48,7 @@ def check_table(arguments: TableArguments) -> np.dtype[Any]:
     Raises:
         ContextError: with every problem of the configuration.
     """
-    problems, fixes = _own_problems(arguments)
+    problems, fixes = own_problems(arguments)
     shared = _as_handle_arguments(arguments)
     checked = check(shared)
     problems += checked.problems
@@ -60,7 +59,7 @@ def check_table(arguments: TableArguments) -> np.dtype[Any]:
     return checked.dtype
 
 
-def _own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, Any] | None]:
+def own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, Any] | None]:
     """What is wrong with the arguments that ``make_context_handle`` does not have, and what to change; None where
     nobody can guess that."""
     where = f"async_emb {show(arguments.name)}"
@@ -71,7 +70,8 @@ def _own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, A
         if is_integer(value) and 1 <= value <= limit:
             continue
         message = f"{where}: {argument}={show(value)} must be an integer in [1, {shown_limit}"
-        problems.append(Problem(message, (f"{argument} is {_MEANINGS[argument]}.",), wrong_type=not is_integer(value)))
+        advice = f"{argument} is {_MEANINGS[argument]}."
+        problems.append(Problem(message, (advice,), wrong_type=not is_integer(value), arguments=(argument,)))
         number = as_number(value)
         if number is None or number < 1:
             fixes = None
@@ -83,31 +83,30 @@ def _own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, A
             "instance with init and update_start, such as RowwiseAdagrad(learning_rate=0.05). An optax optimizer is "
             "for the dense parameters: give it to train_step"
         )
-        problems.append(Problem(message, wrong_type=True))
+        problems.append(Problem(message, wrong_type=True, arguments=("optimizer",)))
         fixes = None
     if arguments.init is not None and not callable(arguments.init):
         message = f"{where}: init={show(arguments.init)} is a {type(arguments.init).__name__}, but must be a function"
         advice = "It is called as init(key, (rows, width)) and returns a float array of that shape; None for a default."
-        problems.append(Problem(message, (advice,), wrong_type=True))
+        problems.append(Problem(message, (advice,), wrong_type=True, arguments=("init",)))
         fixes = fixes if fixes is None else fixes | {"init": None}
     padding_id = arguments.padding_id
     if is_integer(padding_id) and not _INT32.min <= padding_id <= _INT32.max:
         advice = "A padding_id outside of the table, such as -1, needs no row of its own."
-        problems.append(
-            Problem(f"{where}: padding_id={show(int(padding_id))} does not fit int32, as token ids must", (advice,))
-        )
+        message = f"{where}: padding_id={show(int(padding_id))} does not fit int32, as token ids must"
+        problems.append(Problem(message, (advice,), arguments=("padding_id",)))
         fixes = fixes if fixes is None else fixes | {"padding_id": -1}
     return problems, fixes
 
 
 def _as_handle_arguments(arguments: TableArguments) -> Arguments:
-    """For the smallest batch there is. What ``_own_problems`` has refused is replaced by something that passes."""
+    """For the smallest batch there is. What ``own_problems`` has refused is replaced by something that passes."""
     mesh = arguments.mesh
     ranks = ranks_of(mesh, arguments.table_axis)
     width = arguments.width if is_integer(arguments.width) and 1 <= arguments.width <= MAX_WIDTH else ranks
     padding_id = arguments.padding_id
     fits = not is_integer(padding_id) or _INT32.min <= padding_id <= _INT32.max
-    devices = mesh.devices.size if isinstance(mesh, jax.sharding.Mesh) else 1
+    devices = mesh.devices.size if is_mesh(mesh) else 1
     return Arguments(
         tokens_per_batch=ranks,
         emb_width=pad_width(width, ranks),
@@ -137,9 +136,18 @@ def _own_corrections(
         if not changes or changes in found:
             continue
         changed = dataclasses.replace(arguments, **changes)
-        if not _own_problems(changed)[0] and not check(_as_handle_arguments(changed)).problems:
+        if not own_problems(changed)[0] and not check(_as_handle_arguments(changed)).problems:
             found.append(changes)
     return found
+
+
+def staleness_problem(staleness: object) -> Problem | None:
+    """What is wrong with the schedule of a step over tables."""
+    if is_integer(staleness) and staleness in (0, 1):
+        return None
+    message = f"async_emb train_step: staleness={show(staleness)} must be 0 or 1"
+    advice = "1 hides lookups and updates behind the dense part, but reads rows that miss one update; 0 is exact."
+    return Problem(message, (advice,), wrong_type=not is_integer(staleness), arguments=("staleness",))
 
 
 def ranks_of(mesh: Any, table_axis: Any) -> int:

@@ -68,14 +68,14 @@ def column_sharded(
     columns = width // processes
     begin, end = (min(edge * columns, logical_width or width) for edge in (process, process + 1))
     shard = columns // ranks_per_process
-    subtrees = sum(
-        _subtrees(min(first, end), min(first + shard, end)) for first in range(begin, begin + columns, max(shard, 1))
+    own_subtrees = sum(
+        subtrees(min(first, end), min(first + shard, end)) for first in range(begin, begin + columns, max(shard, 1))
     )
     rows = tokens * columns * itemsize
     # Each process works out the statistics of a slice of the distinct rows; of two, each works out all.
     own = unique * (process + 1) // processes - unique * process // processes
-    sliced = 4 * (unique - own) * subtrees + peers * 4 * own
-    statistics = sliced if processes > 2 else peers * 4 * unique * subtrees
+    sliced = 4 * (unique - own) * own_subtrees + peers * 4 * own
+    statistics = sliced if processes > 2 else peers * 4 * unique * own_subtrees
     return Traffic(
         lookup_bytes=peers * (NOTICE_BYTES + 4 * tokens + rows),
         update_bytes=peers * (NOTICE_BYTES + rows) + statistics,
@@ -99,7 +99,7 @@ def row_sharded(*, ranks: int, tokens_per_rank: int, width: int, itemsize: int, 
     )
 
 
-def _subtrees(begin: int, end: int) -> int:
+def subtrees(begin: int, end: int) -> int:
     """Whole dyadic subtrees that cover the columns [begin, end)."""
     count = 0
     while begin < end:

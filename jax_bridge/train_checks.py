@@ -11,6 +11,7 @@ import jax
 from .checks import is_integer
 from .embedding import AsyncEmbedding
 from .errors import PipelineError, Problem, raise_problems, show
+from .table_checks import staleness_problem
 
 
 def check_arguments(
@@ -62,10 +63,8 @@ def _wrong_options(
             "parameters (a table's own optimizer is given to its AsyncEmbedding)"
         )
         yield Problem(message, wrong_type=True)
-    if not is_integer(staleness) or staleness not in (0, 1):
-        message = f"async_emb train_step: staleness={show(staleness)} must be 0 or 1"
-        advice = "1 hides lookups and updates behind the dense part, but reads rows that miss one update; 0 is exact."
-        yield Problem(message, (advice,), wrong_type=not is_integer(staleness))
+    if problem := staleness_problem(staleness):
+        yield problem
     elif staleness == 1 and not donate:
         message = "async_emb train_step: staleness=1 needs donate=True (donate_argnums of jax.jit)"
         advice = (

@@ -1,0 +1,22 @@
+"""The commands, by name. Each imports what it needs when it runs: `--help` and `check` answer without JAX."""
+
+from __future__ import annotations
+
+import typer
+
+from . import check
+
+PROBLEMS = 1
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Asynchronous sharded embedding tables for JAX: checks before launch, and an example to run.",
+)
+app.command("check")(check.check)
+
+
+@app.callback()
+def _commands() -> None:
+    """Without this, an app of one command would take its name away."""

@@ -1,0 +1,90 @@
+"""The public names of ``jax_bridge``, which has them from here."""
+
+from .batches import with_next
+from .checkpoints import Checkpoints
+from .context import AsyncEmbContextHandle, make_context_handle
+from .embedding import AsyncEmbedding, TableState
+from .errors import (
+    AsyncEmbError,
+    CheckpointError,
+    ContextError,
+    ContextTypeError,
+    ContextWarning,
+    FailedContextError,
+    IdError,
+    PipelineError,
+)
+from .exporting import export_checks
+from .ffi import TransformationError
+from .mesh import pad_width, replica_groups
+from .ops import (
+    lookup_done,
+    lookup_start,
+    rowwise_adagrad_lazy_update_start,
+    rowwise_adagrad_update_done,
+    rowwise_adagrad_update_start,
+    settle,
+    stage_update,
+)
+from .optimizers import RowOptimizer, RowwiseAdagrad
+from .order import depend, mark
+from .processes import initialize
+from .runtime import (
+    TimelineEvent,
+    abort_context,
+    check,
+    close_context,
+    open_context,
+    start_timeline,
+    stats,
+    stop_timeline,
+)
+from .snapshots import Snapshot
+from .step_program import StepProgram, StepState
+from .train import TrainStep, train_step
+
+__all__ = [
+    "AsyncEmbContextHandle",
+    "AsyncEmbError",
+    "AsyncEmbedding",
+    "CheckpointError",
+    "Checkpoints",
+    "ContextError",
+    "ContextTypeError",
+    "ContextWarning",
+    "FailedContextError",
+    "IdError",
+    "PipelineError",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "Snapshot",
+    "StepProgram",
+    "StepState",
+    "TableState",
+    "TimelineEvent",
+    "TrainStep",
+    "TransformationError",
+    "abort_context",
+    "check",
+    "close_context",
+    "depend",
+    "export_checks",
+    "initialize",
+    "lookup_done",
+    "lookup_start",
+    "make_context_handle",
+    "mark",
+    "open_context",
+    "pad_width",
+    "replica_groups",
+    "rowwise_adagrad_lazy_update_start",
+    "rowwise_adagrad_update_done",
+    "rowwise_adagrad_update_start",
+    "settle",
+    "stage_update",
+    "start_timeline",
+    "stats",
+    "stop_timeline",
+    "train_step",
+    "with_next",
+]
