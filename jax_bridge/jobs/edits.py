@@ -78,17 +78,18 @@ def _removal(document: Document, entry: Entry, value: Span) -> tuple[int, int, s
 
 def _insertion(document: Document, edit: Edit) -> tuple[int, int, str]:
     text = document.text
+    newline = "\r\n" if "\r\n" in text else "\n"
     assignment = f"{edit.path[-1]} = {as_toml(edit.value)}"
     if edit.after is None:
         first = min((entry.statement for entry in document.entries.values()), default=0)
         start = text.rfind("\n", 0, first) + 1
-        return start, start, f"{assignment}\n"
+        return start, start, f"{assignment}{newline}"
     neighbour = document.entries[(*edit.path[:-1], edit.after)]
     assert neighbour.value is not None
     if neighbour.inline:
         return neighbour.value.end, neighbour.value.end, f", {assignment}"
     line = text.rfind("\n", 0, neighbour.statement) + 1
     prefix = text[line : neighbour.key.start]  # the indentation, and what stands before the last part of a dotted key
-    end = text.find("\n", neighbour.value.end)
+    end = text.find(newline, neighbour.value.end)
     end = len(text) if end < 0 else end
-    return end, end, f"\n{prefix}{assignment}"
+    return end, end, f"{newline}{prefix}{assignment}"
