@@ -14,12 +14,13 @@ import numpy as np
 
 from .axes import AxisNames, communicator_problems, mesh_problems, read_axes
 from .errors import raise_problems
+from .mesh_outline import MeshOutline
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def replica_groups(mesh: Mesh, axes: AxisNames) -> tuple[int, tuple[int, ...]]:
+def replica_groups(mesh: Mesh | MeshOutline, axes: AxisNames) -> tuple[int, tuple[int, ...]]:
     """The communicators along `axes`: the devices that differ in nothing but their position on these axes.
 
     Args:
@@ -76,7 +77,7 @@ def pad_width(width: int, group_size: int) -> int:
     return -(-int(width) // int(group_size)) * int(group_size)
 
 
-def _checked_axes(mesh: Mesh, argument: str, value: AxisNames) -> Sequence[Hashable]:
+def _checked_axes(mesh: Mesh | MeshOutline, argument: str, value: AxisNames) -> Sequence[Hashable]:
     if problems := mesh_problems(mesh):
         raise_problems(problems)
     reading = read_axes(mesh, argument, value)

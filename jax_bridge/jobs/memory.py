@@ -107,13 +107,24 @@ def _group_bytes(checked: Checked, ranks: Sequence[Sequence[int]], process: int,
     statistics = 4 * unique * (sum(subtrees) + 1)
     sorting = 8 * (2 * tokens + _SORT_COUNTERS)
     ids = _BATCHES_HELD[staleness] * 4 * (4 * tokens + 1)
-    return rows + sums + grads + statistics + sorting + ids + _peers_bytes(
-        ranks, process, subtrees, tokens_per_rank, shard * item, unique
+    return (
+        rows
+        + sums
+        + grads
+        + statistics
+        + sorting
+        + ids
+        + _peers_bytes(ranks, process, subtrees, tokens_per_rank, shard * item, unique)
     )
 
 
 def _peers_bytes(
-    ranks: Sequence[Sequence[int]], process: int, subtrees: Sequence[int], tokens_per_rank: int, shard_bytes: int, unique: int
+    ranks: Sequence[Sequence[int]],
+    process: int,
+    subtrees: Sequence[int],
+    tokens_per_rank: int,
+    shard_bytes: int,
+    unique: int,
 ) -> int:
     """What goes out to the other processes of the group and comes in from them."""
     if len(ranks) == 1:
