@@ -1,0 +1,115 @@
+"""A native module of one small source, built at first use as the real one is, but within a second.
+
+Run as a program it is one process that uses that module: ``python tests/torch_ext/tiny_build.py ROOT`` builds what is
+in ROOT, or takes it from the cache, imports it, and prints what it found as JSON. It imports neither torch nor jax.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+SOURCE = """\
+#include <Python.h>
+#include "folder/number.h"
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
+
+PyMODINIT_FUNC PyInit_tiny() {
+  PyObject* module = PyModule_Create(&definition);
+  PyModule_AddIntConstant(module, "number", kNumber);
+  return module;
+}
+"""
+# Notes each compilation. With `closed` beside it, compilations wait until that is gone.
+COMPILER = """\
+#!/bin/sh
+case "$*" in *" -c "*)
+  echo $$ >>'{folder}/compilations'
+  while [ -e '{folder}/closed' ]; do sleep 0.05; done ;;
+esac
+exec c++ "$@"
+"""
+
+
+def write_sources(root: Path, number: int = 1) -> Path:
+    """The sources of a module whose ``number`` is this."""
+    (root / "folder").mkdir(parents=True, exist_ok=True)
+    (root / "tiny.cpp").write_text(SOURCE)
+    (root / "folder" / "number.h").write_text(f"constexpr int kNumber = {number};\n")
+    return root
+
+
+def write_compiler(folder: Path) -> Path:
+    """A compiler that can be counted and stopped."""
+    path = folder / "compiler"
+    path.write_text(COMPILER.format(folder=folder))
+    path.chmod(0o755)
+    return path
+
+
+def tiny_recipe(root: Path, *flags: str, identity: Mapping[str, str] | None = None):
+    """The recipe of what ``write_sources`` wrote, by the compiler of the environment."""
+    from torch_ext.build_tools import find_compiler
+    from torch_ext.recipe import Recipe
+
+    compiler = find_compiler()
+    return Recipe(
+        module="tiny.so",
+        root=root,
+        sources=(root / "tiny.cpp",),
+        headers=(root / "folder" / "number.h",),
+        compiler=compiler.command,
+        compile_flags=("-O0", f"-isystem{sysconfig.get_path('include')}", *flags),
+        link_flags=(),
+        identity={"compiler": compiler.version} if identity is None else identity,
+    )
+
+
+def load_tiny(path: Path) -> types.ModuleType:
+    """Imports the module."""
+    loader = importlib.machinery.ExtensionFileLoader("tiny", str(path))
+    spec = importlib.util.spec_from_file_location("tiny", path, loader=loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def use(root: Path) -> dict[str, object]:
+    """What a process does that needs the module."""
+    from torch_ext import first_use
+
+    path = first_use.module_of(tiny_recipe(root), interval=0.1)
+    return {
+        "path": str(path),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "number": load_tiny(path).number,
+    }
+
+
+def _main() -> int:
+    # The package without its __init__, which would import torch.
+    package = sys.modules["torch_ext"] = types.ModuleType("torch_ext")
+    package.__path__ = [str(REPOSITORY / "torch_ext")]
+    from torch_ext.build_errors import BuildError
+
+    try:
+        print(json.dumps(use(Path(os.fsdecode(sys.argv[1])))))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
