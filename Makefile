@@ -16,13 +16,14 @@ CUDA_RUN := $(CUDA_VENV)/bin/python
 NAMED_PYTHON := $(filter command environment,$(firstword $(origin PYTHON)))
 
 # What the native module is made of; pip runs ninja, which compiles only what has changed.
-NATIVE_INPUTS := setup.py pyproject.toml torch_ext/build.py torch_ext/cuda_toolkit.py $(shell find csrc -type f)
+NATIVE_INPUTS := setup.py pyproject.toml $(addprefix torch_ext/,build.py build_jobs.py build_tools.py cuda_toolkit.py \
+	ninja_build.py recipe.py) $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 PYTHON_DIRS := setup.py torch_ext jax_bridge tests examples benchmarks
 
 CMAKE ?= cmake
 CTEST ?= ctest
-JOBS = $(shell $(RUN) torch_ext/build.py jobs)
+JOBS = $(shell $(RUN) tests/cpp/settings.py jobs)
 TEST_ARGS ?=
 NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
@@ -30,7 +31,7 @@ SOAK_ARGS ?= --minutes 30
 FAULTS_ARGS ?=
 
 .PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
-.PHONY: cuda-check cuda-check-all gpu-test
+.PHONY: cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
 
 help: ## Show the targets
 	@sed -n -E 's/^([a-z0-9.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
@@ -59,6 +60,22 @@ $(VENV)/.built: $(VENV)/.ready $(NATIVE_INPUTS)
 $(VENV)/.movielens: $(VENV)/.ready
 	$(PIP) --no-deps recbole==1.2.1
 	@touch $@
+
+wheel: build ## Build a wheel for CPUs into dist/
+	rm -rf build/lib.* build/bdist.* dist/*.whl
+	ASYNC_EMB_CUDA=0 $(RUN) -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w dist .
+	@ls dist/*.whl
+
+sdist: build ## Build a source distribution into dist/
+	rm -f dist/*.tar.gz
+	$(RUN) setup.py --quiet sdist
+	@ls dist/*.tar.gz
+
+package-test: wheel sdist ## Install both in fresh environments, without a compiler where none is needed, and use them
+	$(RUN) tests/packaging/check.py dist
+
+first-use-test: build ## Build the native module at first use, in a fresh process with an empty cache; takes minutes
+	ASYNC_EMB_WHOLE_BUILD=1 $(RUN) -m pytest -q tests/torch_ext/test_whole_build.py
 
 test: build $(VENV)/.movielens ## Run the Python tests
 	$(RUN) -m pytest -q $(TEST_ARGS)
@@ -91,9 +108,9 @@ build/native-test-tsan/built: SANITIZE := thread
 # Always looked at: CMake knows what has changed.
 .PHONY: $(NATIVE_TESTS:=/built) $(NATIVE_TESTS:=/run)
 $(NATIVE_TESTS:=/built): $(VENV)/.ready
-	$(RUN) torch_ext/build.py dlpack $(@D)/include
+	$(RUN) tests/cpp/settings.py dlpack $(@D)/include
 	$(CMAKE) -S tests/cpp -B $(@D) -DDLPACK_INCLUDE_DIR='$(abspath $(@D)/include)' \
-		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) torch_ext/build.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
+		-DASYNC_EMB_CXX_FLAGS="$$($(RUN) tests/cpp/settings.py flags)" -DASYNC_EMB_SANITIZE='$(SANITIZE)'
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 
 $(NATIVE_TESTS:=/run): %/run: %/built

@@ -6,46 +6,33 @@ modules. Only what has changed is compiled again.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch_ext", "jax_bridge")
 
 
-def ninja_file(folder: Path, sanitizers: str) -> str:
-    """The build, in ninja's language: one object for each source, then the module."""
-    sys.path.insert(0, str(ROOT / "torch_ext"))  # not the package, which would load the module that is installed
-    import build
+def build_module(folder: Path, sanitizers: str) -> Path:
+    """Builds the module for CPUs into ``folder / "native"``; returns its path."""
+    # The package without its __init__, which would load the module that is installed.
+    package = sys.modules["torch_ext"] = types.ModuleType("torch_ext")
+    package.__path__ = [str(ROOT / "torch_ext")]
+    from torch_ext import build, ninja_build
 
-    tools = build.toolchain()
-    generated = folder / "include"
-    build.write_dlpack_header(tools, generated)
-    instrument = f"-fsanitize={sanitizers} -fno-omit-frame-pointer" if sanitizers else ""
-    flags = [f"-I{build.csrc_root()}", *build.compile_flags(tools, generated)]
-    flags += [f"-D{name}='{value}'" for name, value in build.version_macros(tools)]
-    libraries = [f"-L{directory}" for directory in tools.torch_library_dirs]
-    libraries += [f"-l{name}" for name in build.TORCH_LIBRARIES]
-    module = folder / "torch_ext" / f"_C{_suffix()}"
-    lines = [
-        "rule compile",
-        f"  command = g++ {' '.join(flags)} -O1 -fPIC {instrument} -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = compile $in",
-        "rule link",
-        f"  command = g++ -shared {instrument} {' '.join(build.OPENMP_FLAGS)} $in {' '.join(libraries)} -o $out",
-        "  description = link $out",
-    ]
-    objects = []
-    for source in build.sources():
-        objects.append(folder / "objects" / source.relative_to(build.csrc_root()).with_suffix(".o"))
-        lines.append(f"build {objects[-1]}: compile {source}")
-    lines.append(f"build {module}: link {' '.join(map(str, objects))}")
-    return "\n".join(lines) + "\n"
+    os.environ["ASYNC_EMB_CUDA"] = "0"
+    plain = build.recipe()
+    instrument = (f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer") if sanitizers else ()
+    recipe = dataclasses.replace(
+        plain,
+        compile_flags=(*plain.compile_flags, "-O1", "-UNDEBUG", *instrument),
+        link_flags=(*plain.link_flags, *instrument),
+    )
+    return ninja_build.build(recipe, folder / "native", print)
 
 
 def copy_packages(folder: Path) -> None:
@@ -60,24 +47,15 @@ def copy_packages(folder: Path) -> None:
             shutil.copyfile(source, target)
 
 
-def _suffix() -> str:
-    import importlib.machinery
-
-    return importlib.machinery.EXTENSION_SUFFIXES[0]
-
-
 def main(arguments: list[str]) -> int:
     if not 1 <= len(arguments) <= 2:
         print("usage: sanitized_build.py FOLDER [SANITIZERS]", file=sys.stderr)
         return 2
     folder = Path(arguments[0]).resolve()
     copy_packages(folder)
-    (folder / "build.ninja").write_text(ninja_file(folder, *arguments[1:] or [""]))
-    import build
-
-    environment = os.environ | build.build_environment()
-    jobs = environment["MAX_JOBS"]
-    return subprocess.run(["ninja", "-C", str(folder), "-j", jobs], env=environment).returncode
+    module = build_module(folder, *arguments[1:] or [""])
+    shutil.copyfile(module, folder / "torch_ext" / module.name)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The kernels of async-emb for PyTorch: building blocks of sharded embedding tables as torch operators.
 
-Importing this package loads the native module and registers ``torch.ops.async_emb``. It never imports jax.
+Importing this package loads the installed native module and registers ``torch.ops.async_emb``. Where none is installed
+that fits this torch, the first use of an operator builds it, not the import. It never imports jax.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 from types import ModuleType
 
 from torch_ext import _load
-from torch_ext._load import NativeModuleError, load, require_ffi_api
+from torch_ext._load import NativeModuleError, require_ffi_api
 
-_native = load()
+_load.load_if_installed()
 
-from torch_ext.ops import (  # noqa: E402  (the operators exist only now)
+from torch_ext.ops import (  # noqa: E402  (what stands for the operators exists only now)
     gather_rows,
     gradient_norm,
     rowwise_adagrad_,
@@ -37,8 +38,8 @@ __all__ = [
 
 
 def native() -> ModuleType:
-    """The native module, ``torch_ext._C``. Its contents are private to this project."""
-    return _native
+    """The native module, ``torch_ext._C``, built now if none is installed. Its contents are private to this project."""
+    return _load.load()
 
 
 def build_info() -> dict[str, str]:
@@ -47,7 +48,7 @@ def build_info() -> dict[str, str]:
     ``cuda`` is the version of the CUDA toolkit, missing or empty in a build without CUDA, and ``cuda_reason`` then says
     why, if it is not torch that has no CUDA.
     """
-    return dict(_native.build_info())
+    return dict(native().build_info())
 
 
 def require_cuda() -> None:

@@ -20,10 +20,6 @@
 namespace async_emb::faces {
 namespace {
 
-// Lets the loader see what the module was built with before it opens it (torch_ext/_load.py).
-[[gnu::used]] constexpr char kBuildStamp[] =
-    "async_emb built with torch=" ASYNC_EMB_TORCH_VERSION " jaxlib=" ASYNC_EMB_JAXLIB_VERSION;
-
 constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
 
 // Rows that one thread takes at least: enough bytes to be worth waking it.

@@ -44,12 +44,11 @@ export TORCH_CUDA_ARCH_LIST ASYNC_EMB_CUDA=1 ASYNC_EMB_WERROR=1
 
 say "building for $* with torch $torch and the toolkit in $home"
 if ! "$python" setup.py --quiet build_ext --build-lib "$folder" >"$log" 2>&1; then
-  # Without the commands themselves, which are long.
-  grep -vE '^(\[[0-9]+/|/.*nvcc |c\+\+ |g\+\+ )' "$log" | tail -60 >&2
+  grep -v ' steps done, now ' "$log" | tail -60 >&2
   say "FAILED: the build; all of it is in $log" >&2
   exit 1
 fi
-grep '^async-emb:' "$log" || true
+grep '^async-emb:' "$log" | grep -v ' steps done, now ' || true
 module=$(echo "$folder"/torch_ext/_C.*.so)
 
 say 'loading the module'

@@ -51,10 +51,10 @@ mkdir -p "$folder"
 export ASYNC_EMB_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$architecture}
 say "building for $TORCH_CUDA_ARCH_LIST with torch $torch (CUDA $cuda)"
 if ! "$python" setup.py --quiet build_ext --build-lib "$folder" >"$log" 2>&1; then
-  grep -vE '^(\[[0-9]+/|/.*nvcc |c\+\+ |g\+\+ )' "$log" | tail -60 >&2
+  grep -v ' steps done, now ' "$log" | tail -60 >&2
   fail "the build; all of it is in $log"
 fi
-grep '^async-emb:' "$log" || true
+grep '^async-emb:' "$log" | grep -v ' steps done, now ' || true
 "$python" -c "
 import sys
 from pathlib import Path

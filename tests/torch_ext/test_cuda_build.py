@@ -207,7 +207,7 @@ def test_headers_and_runtime_come_from_the_packages_that_torch_brings(toolkit, t
         "nvidia/nccl/include",
     ]
     assert chosen.library_dirs[0] == str(packages[0] / "lib")
-    assert "-l:libcudart.so.13" in build.link_flags(chosen)
+    assert "-l:libcudart.so.13" in build.link_flags(build.toolchain(), chosen)
 
 
 def test_packages_of_another_cuda_are_left_out(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_warnings_are_errors_only_on_request(toolkit, monkeypatch):
     assert not any("Werror" in flag for flag in build.nvcc_flags(chosen, []))
     monkeypatch.setenv("ASYNC_EMB_WERROR", "1")
     assert {"-Werror=all-warnings", "-Xcompiler=-Werror"} <= set(build.nvcc_flags(chosen, []))
-    assert "-Werror" in build.compile_flags(build.toolchain(), Path("generated"), chosen)
+    assert "-Werror" in build.compile_flags(build.toolchain(), chosen)
 
 
 def test_sources_with_cuda_are_those_without_and_more():

@@ -1,74 +1,238 @@
-"""A native module that cannot be used says precisely why."""
+"""Which native module is used; one that does not fit is not used in silence; importing builds nothing."""
 
 from __future__ import annotations
 
-import importlib.machinery
+import json
+import os
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_ext
-from torch_ext import NativeModuleError, build_info, require_ffi_api
-from torch_ext._load import load, read_stamp
+from torch_ext import NativeModuleError, _load, build, build_cache, build_info, first_use, require_ffi_api
+from torch_ext._load import find_installed, open_module, read_stamp
+from torch_ext.build_errors import BuildError
 
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-
-
-def stamp(torch_version: str) -> bytes:
-    return b"\x7fELF..." + f"async_emb built with torch={torch_version} jaxlib=0.10.2".encode() + b"\0..."
+PACKAGE = Path(torch_ext.__file__).parent
 
 
-def refusal(directory: Path) -> NativeModuleError:
-    with pytest.raises(NativeModuleError) as caught:
-        load(directory, package="a_package_that_is_not_loaded")
-    return caught.value
+def stamp(torch_version: str, ffi_api: str = "0.3", sources: str = "digest") -> bytes:
+    said = f"async_emb built with torch={torch_version} jaxlib=0.10.2 ffi_api={ffi_api} sources={sources}"
+    return b"\x7fELF..." + said.encode() + b"\0..."
+
+
+def put(directory: Path, content: bytes) -> Path:
+    path = directory / build.module_file_name()
+    path.write_bytes(content)
+    return path
+
+
+def problem(directory: Path) -> str:
+    """Why what is in a folder is not used."""
+    found = find_installed(directory)
+    assert found.path is None
+    return found.problem
+
+
+# ---- an installed module that fits, and those that do not
 
 
 def test_the_stamp_says_what_the_loaded_module_says():
     info = build_info()
-    assert read_stamp(Path(torch_ext.native().__file__)) == (info["torch"], info["jaxlib"])
-    assert info["torch"] == torch.__version__
+    found = read_stamp(Path(torch_ext.native().__file__))
+    assert (found.torch, found.jaxlib, found.ffi_api) == (info["torch"], info["jaxlib"], info["ffi_api"])
+    assert found.torch == torch.__version__
 
 
-def test_a_module_that_was_not_built_is_an_import_error_with_the_command(tmp_path):
-    error = refusal(tmp_path)
-    assert isinstance(error, ImportError)
-    assert str(error) == f"the native module has not been built: there is no _C{SUFFIX} in {tmp_path}"
-    assert any("python -m pip install --no-build-isolation -e ." in note for note in error.__notes__)
+def test_a_module_that_fits_is_used(tmp_path):
+    path = put(tmp_path, stamp(torch.__version__))
+    assert find_installed(tmp_path) == (path, "")
+
+
+def test_a_module_that_was_not_built_is_missed_by_name(tmp_path):
+    name = build.module_file_name()
+    assert problem(tmp_path) == f"the native module is not installed: there is no {name} in {tmp_path}"
 
 
 def test_a_module_for_another_python_is_named(tmp_path):
     (tmp_path / "_C.cpython-307-somewhere.so").touch()
-    assert f"for another Python: _C.cpython-307-somewhere.so, not _C{SUFFIX}" in str(refusal(tmp_path))
+    assert f"for another Python: _C.cpython-307-somewhere.so, not {build.module_file_name()}" in problem(tmp_path)
 
 
-def test_a_module_for_another_torch_is_not_even_opened(tmp_path):
-    (tmp_path / f"_C{SUFFIX}").write_bytes(stamp("1.2.3"))
-    assert f"built for torch 1.2.3, but torch {torch.__version__} is installed" in str(refusal(tmp_path))
+def test_a_module_for_another_torch_is_not_used(tmp_path):
+    put(tmp_path, stamp("1.2.3"))
+    assert f"built for torch 1.2.3, but torch {torch.__version__} is installed" in problem(tmp_path)
 
 
-def test_a_file_that_is_not_ours_is_refused(tmp_path):
-    (tmp_path / f"_C{SUFFIX}").write_bytes(b"something else")
-    assert "does not say what it was built with" in str(refusal(tmp_path))
+@pytest.mark.parametrize("ffi_api", ["0.999", "1.0"])
+def test_a_module_for_a_later_or_another_major_ffi_is_not_used(tmp_path, ffi_api):
+    put(tmp_path, stamp(torch.__version__, ffi_api))
+    running = build_info()["ffi_api"]
+    assert f"built against XLA FFI API {ffi_api}, but jaxlib " in problem(tmp_path)
+    assert problem(tmp_path).endswith(f" has {running}")
 
 
-def test_a_truncated_file_is_refused_with_the_reason_of_the_system(tmp_path):
-    (tmp_path / f"_C{SUFFIX}").write_bytes(b"")
-    assert "does not say what it was built with" in str(refusal(tmp_path))
-    package = tmp_path / "broken"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / f"_C{SUFFIX}").write_bytes(stamp(torch.__version__))
-    sys.path.insert(0, str(tmp_path))
-    try:
-        with pytest.raises(NativeModuleError, match=r"cannot be loaded: .*(ELF|file)"):
-            load(package, package="broken")
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("broken", None)
+def test_a_module_for_an_earlier_ffi_is_used(tmp_path):
+    path = put(tmp_path, stamp(torch.__version__, "0.0"))
+    assert find_installed(tmp_path).path == path
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", stamp("1")[:-5]])
+def test_a_file_that_is_not_ours_or_cut_short_is_not_used(tmp_path, content):
+    put(tmp_path, content)
+    assert "does not say what it was built with" in problem(tmp_path)
+
+
+def test_a_file_that_the_system_refuses_is_refused_with_its_reason(tmp_path):
+    path = put(tmp_path, stamp(torch.__version__))
+    with pytest.raises(NativeModuleError, match=r"cannot be loaded: .*(ELF|file)"):
+        open_module(path, "broken._C")
+    assert "broken._C" not in sys.modules
+
+
+def test_a_module_of_other_sources_is_loaded_with_a_warning(tmp_path):
+    path = put(tmp_path, stamp(torch.__version__, sources="of_last_week"))
+    with pytest.warns(RuntimeWarning, match=r"was built from other sources than .*csrc has now.*pip install"):
+        _load._warn_of_other_sources(path)
+    put(tmp_path, stamp(torch.__version__, sources=build.sources_digest()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _load._warn_of_other_sources(path)
+
+
+# ---- the build at first use
+
+
+@pytest.fixture
+def unbuilt(tmp_path) -> Path:
+    """A copy of the package, with its sources and without a native module."""
+    shutil.copytree(PACKAGE, tmp_path / "torch_ext", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(build.csrc_root(), tmp_path / "csrc")
+    return tmp_path
+
+
+def run(unbuilt: Path, code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": str(unbuilt), "PYTHONSAFEPATH": "1", "ASYNC_EMB_CACHE": str(unbuilt / "cache")}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | own | environ, capture_output=True, text=True, check=False)
+
+
+def fill_the_cache(unbuilt: Path) -> Path:
+    """Puts the module that is loaded here where a build at first use would put it."""
+    recipe = build.recipe(for_this_machine=True)
+    cache = unbuilt / "cache"
+    build_cache.prepare(cache)
+    partial = build_cache.partial_folder(cache, recipe.digest())
+    shutil.copy(torch_ext.native().__file__, partial / recipe.module)
+    return build_cache.publish(partial, partial / recipe.module, cache, recipe.digest(), recipe.contents())
+
+
+def test_importing_builds_nothing_and_a_missing_compiler_is_named_at_first_use(unbuilt):
+    code = """
+import torch, torch_ext
+print("imported")
+try:
+    torch_ext.gather_rows(torch.zeros(4, 2), torch.tensor([1]))
+except torch_ext.NativeModuleError as error:
+    print(str(error).splitlines()[0])
+    print(*error.__notes__, sep="\\n")
+try:
+    torch.ops.async_emb.gather_rows
+except torch_ext.NativeModuleError as error:
+    print(str(error).splitlines()[0])
+"""
+    result = run(unbuilt, code, CXX="/missing/c++")
+    assert result.returncode == 0, result.stderr
+    imported, first, because, command, again = result.stdout.splitlines()
+    assert imported == "imported"
+    assert first.startswith("the C++ compiler of CXX='/missing/c++' was not found")
+    assert because.startswith("The native module is built at its first use, because the native module is not installed")
+    assert command == f"This builds it and installs it: {build.INSTALL_COMMAND}"
+    assert again == first
+    assert not (unbuilt / "cache").exists()
+
+
+def test_what_is_in_the_cache_serves_every_operator(unbuilt):
+    path = fill_the_cache(unbuilt)
+    code = """
+import json, sys, torch, torch_ext
+state = torch_ext._load.state()
+before = "torch_ext._C" in sys.modules
+compiled = torch.compile(torch_ext.gather_rows, backend="eager", fullgraph=True)
+table = torch.arange(8.0).reshape(4, 2).requires_grad_()
+rows = compiled(table, torch.tensor([1, 3]))
+rows.sum().backward()
+file = torch_ext.native().__file__
+json.dump([state.origin, str(state.path), before, rows.tolist(), table.grad.to_dense().tolist(), file], sys.stdout)
+"""
+    result = run(unbuilt, code)
+    assert result.returncode == 0, result.stderr
+    origin, found, before, rows, gradient, file = json.loads(result.stdout)
+    assert (origin, found, before, file) == ("cached", str(path), False, str(path))
+    assert rows == [[2.0, 3.0], [6.0, 7.0]]
+    assert gradient == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    assert "building" not in result.stderr.lower()
+
+
+def test_an_installed_module_that_fits_wins_over_the_cache(unbuilt):
+    fill_the_cache(unbuilt)
+    shutil.copy(torch_ext.native().__file__, unbuilt / "torch_ext")
+    code = "import sys, torch_ext; print(sys.modules['torch_ext._C'].__file__, torch_ext._load.state().origin)"
+    assert run(unbuilt, code).stdout.split() == [str(unbuilt / "torch_ext" / build.module_file_name()), "installed"]
+
+
+def test_an_installed_module_for_another_torch_is_passed_over_and_named(unbuilt):
+    installed = put(unbuilt / "torch_ext", stamp("1.2.3"))
+    result = run(unbuilt, "import torch_ext; torch_ext.native()", CXX="/missing/c++")
+    assert "NativeModuleError: the C++ compiler of CXX='/missing/c++' was not found" in result.stderr
+    reason = f"because {installed} was built for torch 1.2.3, but torch {torch.__version__} is installed"
+    assert f"The native module is built at its first use, {reason}" in result.stderr
+
+
+def test_a_build_is_announced_with_its_reason(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(first_use, "say", lines.append)
+    monkeypatch.setattr(first_use, "cached", lambda recipe: None)
+
+    def fail(recipe) -> Path:
+        raise BuildError("no")
+
+    monkeypatch.setattr(first_use, "module_of", fail)
+    with pytest.raises(NativeModuleError, match=r"^no\n"):
+        _load._built("x.so was built for torch 1.2.3")
+    assert lines == ["x.so was built for torch 1.2.3. Building one"]
+
+
+def test_a_torch_that_was_replaced_under_a_running_process_is_told_from_it(monkeypatch, tmp_path):
+    path = put(tmp_path, stamp("9.9.9"))
+    monkeypatch.setattr(first_use, "cached", lambda recipe: path)
+    with pytest.raises(NativeModuleError, match=r"built for torch 9\.9\.9, whose files are installed, but this"):
+        _load._built("missing")
+
+
+def test_without_sources_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "csrc_root", lambda: tmp_path / "csrc")
+    with pytest.raises(NativeModuleError, match=r"^missing\n") as caught:
+        _load._built("missing")
+    assert any(build.INSTALL_COMMAND in note for note in caught.value.__notes__)
+
+
+def test_what_keeps_a_build_from_starting_is_known_without_starting_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(_load, "find_installed", lambda: _load.Installed(None, "not installed"))
+    monkeypatch.setenv("ASYNC_EMB_CACHE", str(tmp_path))
+    assert _load.state() == ("to be built", None, "not installed")
+    monkeypatch.setenv("CXX", "/missing/c++")
+    assert _load.state().origin == "impossible"
+    assert _load.state().reason.startswith("not installed; the C++ compiler of CXX='/missing/c++'")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- XLA's FFI
 
 
 @pytest.mark.parametrize("runtime", [(0, 3), (0, 4), (0, 12)])
