@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import check
-
-PROBLEMS = 1
+from . import check, doctor
 
 app = typer.Typer(
     add_completion=False,
@@ -14,6 +12,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Asynchronous sharded embedding tables for JAX: checks before launch, and an example to run.",
 )
+app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 
 

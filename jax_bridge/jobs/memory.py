@@ -14,8 +14,8 @@ from ..mesh import replica_groups
 from .checking import CheckedJob, handle_arguments
 from .job_file import Job, TableSettings
 
-# Batches of ids that are held at once: the one that is looked up, and those whose gradients are yet to be applied.
-_BATCHES_HELD = {0: 1, 1: 3}
+# By staleness: sets of ids that are held at once at most (looked up, consumed, staged). A quiet step may do with fewer.
+_BATCHES_HELD = {0: 2, 1: 3}
 _SORT_COUNTERS = 3 * 2**11 // 2  # of the radix sort, in 8 bytes; csrc/core/unique.h
 
 

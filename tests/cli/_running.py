@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,7 @@ def run(jobs: Mapping[str, Job]) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes of each job's tables: weights and state of one device, arena of this process. The jobs are `alike`."""
     first = next(iter(jobs.values()))
     assert first.mesh is not None
-    devices = np.array(jax.devices()[: first.mesh.devices.size]).reshape(tuple(first.mesh.shape.values()))
-    mesh = jax.sharding.Mesh(devices, first.mesh.axis_names)
+    mesh = jax.sharding.Mesh(_devices(first).reshape(tuple(first.mesh.shape.values())), first.mesh.axis_names)
     settings = {f"{name}/{table}": (job, job.tables[table]) for name, job in jobs.items() for table in job.tables}
     tables = {name: _table(job, mesh, name, table) for name, (job, table) in settings.items()}
     batches = [
@@ -55,9 +54,28 @@ def run(jobs: Mapping[str, Job]) -> dict[str, dict[str, dict[str, int]]]:
         measured: dict[str, dict[str, dict[str, int]]] = {name: {} for name in jobs}
         for name, of_table in stats.items():
             assert of_table["updates"] > 0
-            job, _, table = name.partition("/")
+            job, _, table = name.rpartition("/")
             measured[job][table] = {**_bytes(state.tables[name]), "arena": int(of_table["arena_bytes"])}
     return measured
+
+
+def run_in_processes(number: int, size: int, port: int, paths: Sequence[str]) -> dict[str, Any]:
+    """As `run`, of all jobs, in one of several processes."""
+    from jax_bridge import initialize
+
+    initialize(f"127.0.0.1:{port}", size, number)
+    measured = {}
+    for group in alike({path: read(Path(path)).job for path in paths}):
+        measured |= run(group)
+    return measured
+
+
+def _devices(job: Job) -> Any:
+    """The first devices of each process, as many as the job has in one."""
+    assert job.mesh is not None
+    each = job.mesh.devices.size // jax.process_count()
+    by_process = [[d for d in jax.devices() if d.process_index == p][:each] for p in range(jax.process_count())]
+    return np.array([device for devices in by_process for device in devices])
 
 
 def _table(job: Job, mesh: Any, name: str, settings: TableSettings) -> AsyncEmbedding:

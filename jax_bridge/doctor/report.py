@@ -1,0 +1,266 @@
+"""One line for each thing that must fit: ok, warning or problem, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from .children import Answer, Child, answers_of, start_probes
+
+Status = Literal["ok", "warning", "problem"]
+
+PROBE_SECONDS, TOOL_SECONDS = 90.0, 10.0
+# Probes of one process, what may end it last. The two processes run at once.
+_TOGETHER = (("torch", "toolkit", "native"), ("jax", "devices"))
+# The supported range of pyproject.toml: at least the first, below the second.
+TORCH, JAX = ((2, 11), (2, 15)), ((0, 10), (0, 13))
+BUILD = "python -m pip install --no-build-isolation -e ."
+
+# Of the environment, what changes how things are built and run; others are left out.
+_RELEVANT = re.compile(
+    r"ASYNC_EMB_|CUDA_|CXX$|CC$|GLOO_|JAX_|LD_LIBRARY_PATH$|LD_PRELOAD$|MASTER_|MAX_JOBS$|NCCL_|OMP_NUM_THREADS$|RANK$"
+    r"|TF_GPU_|TORCH_|WORLD_SIZE$|XLA_"
+)
+
+
+class Line(NamedTuple):
+    """What was looked at, how it is, and what to do (nothing, if it is ok)."""
+
+    name: str
+    status: Status
+    text: str
+    advice: str = ""
+
+
+def examine(environ: Mapping[str, str] | None = None, seconds: float = PROBE_SECONDS) -> Iterator[Line]:
+    """All lines, in their order. Takes as long as importing torch and JAX does, and ends in any case."""
+    environ = os.environ if environ is None else environ
+    children = {names: start_probes(names, environ) for names in _TOGETHER}
+    yield _python()
+    answers: dict[str, Answer] = {}
+    for names, child in children.items():
+        answers |= answers_of(child, names, seconds)
+    torch, jax = answers["torch"], answers["jax"]
+    yield _framework("torch", torch, TORCH, 'python -m pip install "torch>=2.11,<2.15"')
+    yield _framework("jax", jax, JAX, 'python -m pip install "jax>=0.10,<0.13"')
+    yield from _native(answers["native"], torch, jax)
+    yield from _compilers(environ, built=_found(answers["native"]) is not None)
+    yield _toolkit(answers["toolkit"])
+    yield _cuda_of_both(torch, jax)
+    yield _devices(answers["devices"], torch)
+    yield _preallocation(answers["devices"], environ)
+    yield from _environment(environ)
+
+
+def _found(answer: Answer) -> dict[str, Any] | None:
+    return None if answer.found is None or "error" in answer.found else answer.found
+
+
+def _failure(answer: Answer) -> str:
+    """Why a probe has found nothing, in one line."""
+    if answer.found is not None:
+        return str(answer.found["error"]).splitlines()[0]
+    last = answer.output.splitlines()[-1:]
+    return f"its process {answer.failure}" + (f": {last[0]}" if last else "")
+
+
+# ---- packages
+
+
+def _python() -> Line:
+    text = f"{platform.python_version()}, {sys.executable}"
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        where = f"{platform.system()} {platform.machine()}"
+        return Line("python", "warning", f"{text}, {where}", "Only Linux on x86-64 is tested.")
+    return Line("python", "ok", text)
+
+
+def _framework(name: str, answer: Answer, supported: Any, install: str) -> Line:
+    found = _found(answer)
+    if found is None:
+        return Line(name, "problem", f"cannot be imported: {_failure(answer)}", install)
+    text = found["version"]
+    if name == "jax" and found["jaxlib"] != found["version"]:
+        text += f", jaxlib {found['jaxlib']}"
+    version = tuple(map(int, re.findall(r"\d+", found["version"])[:2]))
+    if not supported[0] <= version < supported[1]:
+        low, high = (".".join(map(str, bound)) for bound in supported)
+        return Line(name, "warning", f"{text} is outside of the supported range [{low}, {high})", install)
+    return Line(name, "ok", text)
+
+
+def _native(answer: Answer, torch: Answer, jax: Answer) -> Iterator[Line]:
+    found = _found(answer)
+    if found is None:
+        missing = [name for name, other in (("torch", torch), ("jax", jax)) if _found(other) is None]
+        first = f"First mend {' and '.join(missing)}; then" if missing else "In a checkout of the sources:"
+        yield Line("native module", "problem", _failure(answer), f"{first} {BUILD}")
+        return
+    info = found["info"]
+    text = f"built for torch {info['torch']} and jaxlib {info['jaxlib']} with {info['compiler']}"
+    if not found["works"]:
+        yield Line("native module", "problem", f"{text}, and looks wrong rows up", f"Build it anew: {BUILD}")
+    elif info.get("cuda"):
+        yield Line("native module", "ok", f"{text} and CUDA {info['cuda']}")
+    else:
+        yield Line("native module", "ok", f"{text}, for CPU")
+    running = _found(jax)
+    if running is None:
+        return
+    (major, minor), (built_major, built_minor) = running["ffi_api"], map(int, info["ffi_api"].split("."))
+    text = f"XLA FFI API {info['ffi_api']} built, {major}.{minor} running"
+    if major != built_major or minor < built_minor:
+        advice = f"Build against this jaxlib: {BUILD}. Or install jaxlib {info['jaxlib']} or later."
+        yield Line("FFI API", "problem", text, advice)
+    else:
+        yield Line("FFI API", "ok", text)
+
+
+# ---- tools
+
+
+def _compilers(environ: Mapping[str, str], *, built: bool) -> Iterator[Line]:
+    # Without them a module that is there works; one that is not cannot be built.
+    missing: Status = "warning" if built else "problem"
+    yield _tool("compiler", environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"], missing, environ)
+    beside = str(Path(sys.executable).parent)
+    path = os.pathsep.join(filter(None, [beside, environ.get("PATH", "")]))
+    yield _tool("ninja", ["ninja"], missing, {**environ, "PATH": path}, "python -m pip install ninja")
+
+
+def _tool(
+    name: str,
+    commands: list[str],
+    missing: Status,
+    environ: Mapping[str, str],
+    install: str = "Install a C++ compiler (Debian: apt-get install g++), or set CXX to one.",
+) -> Line:
+    found = next(filter(None, (shutil.which(command, path=environ.get("PATH", "")) for command in commands)), None)
+    if found is None:
+        return Line(name, missing, f"no {' or '.join(commands)} on PATH ({environ.get('PATH') or 'empty'})", install)
+    failure, output = Child([found, "--version"], environ).wait(TOOL_SECONDS)
+    if failure:
+        return Line(name, missing, f"{found} --version {failure}", install)
+    first = output.splitlines()[0] if output.strip() else "says nothing of its version"
+    return Line(name, "ok", f"{found}: {first}")
+
+
+def _toolkit(answer: Answer) -> Line:
+    found = answer.found
+    if found is None:
+        return Line("nvcc", "warning", f"could not be looked for: {_failure(answer)}")
+    if "error" in found:
+        first, _, rest = found["error"].partition("\n")
+        return Line("nvcc", "problem", first, " ".join(rest.split()) or "Correct or unset ASYNC_EMB_CUDA.")
+    if "version" in found:
+        text = f"CUDA {found['version']} in {found['home']}"
+        return Line("nvcc", "warning" if found["notice"] else "ok", text, found["notice"])
+    if found["torch_cuda"] is None:
+        return Line("nvcc", "ok", f"not needed: {found['reason']}")
+    return Line("nvcc", "warning", found["reason"], " ".join(found["notice"].split()))
+
+
+def _cuda_of_both(torch: Answer, jax: Answer) -> Line:
+    of_torch, of_jax = _found(torch) or {}, _found(jax) or {}
+    torch_cuda, plugins = of_torch.get("cuda"), of_jax.get("cuda_plugins") or []
+    seen_by_torch = f"CUDA {torch_cuda}, NCCL {of_torch.get('nccl')}" if torch_cuda else "none"
+    seen_by_jax = f"{', '.join(plugins)}, NCCL {of_jax.get('nccl')}" if plugins else "none"
+    text = f"torch: {seen_by_torch}; jax: {seen_by_jax}"
+    majors = {major for plugin in plugins for major in re.findall(r"cuda(\d+)", plugin)}
+    if torch_cuda and plugins and majors != {torch_cuda.split(".")[0]}:
+        advice = "Install both for one major version of CUDA: two runtimes in one process fail."
+        return Line("CUDA", "problem", text, advice)
+    if bool(torch_cuda) != bool(plugins):
+        advice = "Only one of them has CUDA: tables on GPUs need both."
+        return Line("CUDA", "warning", text, advice)
+    return Line("CUDA", "ok", text)
+
+
+# ---- devices
+
+
+def _devices(answer: Answer, torch: Answer) -> Line:
+    found = _found(answer)
+    gpus = (_found(torch) or {}).get("gpus", [])
+    if found is None:
+        advice = "See JAX_PLATFORMS and XLA_FLAGS below; JAX_PLATFORMS=cpu works everywhere."
+        return Line("devices", "problem", f"JAX has none: {_failure(answer)}", advice)
+    text = f"JAX: {found['count']} {found['platform']} ({found['kind']}); torch: {len(gpus)} GPUs"
+    if gpus and found["platform"] == "cpu":
+        advice = "torch sees GPUs and JAX does not: install jax[cuda13] or jax[cuda12], or unset JAX_PLATFORMS."
+        return Line("devices", "warning", text, advice)
+    return Line("devices", "ok", text)
+
+
+def _preallocation(answer: Answer, environ: Mapping[str, str]) -> Line:
+    if (_found(answer) or {}).get("platform") != "gpu":
+        return Line("memory", "ok", "no GPU, so nothing is allocated in advance")
+    wish = environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower()
+    fraction = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", ".75")
+    if wish in ("false", "0"):
+        return Line("memory", "ok", "XLA_PYTHON_CLIENT_PREALLOCATE=false: JAX allocates as it goes")
+    advice = (
+        "The native module and torch allocate beside it: set XLA_PYTHON_CLIENT_PREALLOCATE=false, or a smaller "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION."
+    )
+    return Line("memory", "warning", f"JAX takes {fraction} of a GPU's memory at its start", advice)
+
+
+# ---- environment
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[Line]:
+    wrong = dict(_wrong_variables(environ))
+    relevant = {name: value for name, value in sorted(environ.items()) if _RELEVANT.match(name)}
+    for name, value in relevant.items():
+        status, advice = wrong.get(name, ("ok", ""))
+        yield Line("environment", status, f"{name}={value}", advice)
+    if not relevant:
+        yield Line("environment", "ok", "nothing that changes a build or a run is set")
+
+
+def _wrong_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[Status, str]]]:
+    if (text := environ.get("ASYNC_EMB_TIMEOUT_SECONDS")) is not None and not _is_positive(text):
+        yield "ASYNC_EMB_TIMEOUT_SECONDS", ("problem", "It must be a positive number of seconds.")
+    if environ.get("ASYNC_EMB_CUDA", "").strip() not in ("", "0", "1"):
+        yield "ASYNC_EMB_CUDA", ("problem", "It must be 0 or 1, or unset.")
+    if (jobs := environ.get("MAX_JOBS")) is not None and (not jobs.isdigit() or int(jobs) < 1):
+        yield "MAX_JOBS", ("warning", "It is no positive number, so it is not used.")
+    if environ.get("LD_PRELOAD"):
+        yield "LD_PRELOAD", ("warning", "Libraries loaded before all others may replace those of torch and JAX.")
+    for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        names = ("libc10.so", "libtorch*.so*", "libcudart.so*", "libnccl.so*", "libstdc++.so*")
+        if folder and (foreign := sorted({path.name for name in names for path in _glob(folder, name)})):
+            advice = f"{folder} has {', '.join(foreign)}, which may be loaded instead of those of torch and JAX."
+            yield "LD_LIBRARY_PATH", ("warning", advice)
+            break
+    if (home := environ.get("CUDA_HOME")) and not (Path(home) / "bin" / "nvcc").exists():
+        yield "CUDA_HOME", ("warning", "There is no bin/nvcc in it. Correct it, or unset it to look elsewhere too.")
+    if "xla_force_host_platform_device_count" in environ.get("XLA_FLAGS", ""):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = int((re.search(r"device_count=(\d+)", environ["XLA_FLAGS"]) or [0, 0])[1])
+        if count > 8 * cores:
+            advice = f"{count} host devices on {cores} cores: steps will be slow."
+            yield "XLA_FLAGS", ("warning", advice)
+
+
+def _glob(folder: str, pattern: str) -> list[Path]:
+    try:
+        return list(Path(folder).glob(pattern))
+    except OSError:
+        return []
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        value = float(text)
+    except ValueError:
+        return False
+    return value > 0 and math.isfinite(value)
