@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import check, doctor
+from . import check, doctor, plan
 
 app = typer.Typer(
     add_completion=False,
@@ -14,8 +14,4 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
-
-
-@app.callback()
-def _commands() -> None:
-    """Without this, an app of one command would take its name away."""
+app.command("plan")(plan.plan)

@@ -48,7 +48,11 @@ def check(
     if json:
         sys.stdout.write(as_json(_as_data(checked, correction, written)) + "\n")
     else:
-        _show(checked, correction, fix, written)
+        show(checked, correction)
+        if written is not None:
+            console().print(f"written: {written}")
+        elif fix is not None:
+            console().print(f"{fix} was not written: no file that passes is known")
     if checked.findings:
         raise typer.Exit(PROBLEMS)
 
@@ -71,7 +75,8 @@ def read_document(job: str) -> Document:
     raise typer.Exit(PROBLEMS)
 
 
-def _show(checked: CheckedJob, correction: Correction | None, fix: Path | None, written: Path | None) -> None:
+def show(checked: CheckedJob, correction: Correction | None) -> None:
+    """Prints everything that was found, and the changes that are known to help."""
     out = console()
     document = checked.document
     uncovered = correction.uncovered if correction else ()
@@ -91,10 +96,6 @@ def _show(checked: CheckedJob, correction: Correction | None, fix: Path | None, 
         out.print(styled((f"{document.name}: ok: ", "green"), _summary(checked)))
     else:
         _show_correction(checked, correction)
-        if fix is not None and written is None:
-            out.print(f"{fix} was not written: no file that passes is known")
-    if written is not None:
-        out.print(f"written: {written}")
 
 
 def _show_correction(checked: CheckedJob, correction: Correction | None) -> None:

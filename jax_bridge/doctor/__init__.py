@@ -1,5 +1,5 @@
 """What this machine and its packages are, and whether they fit together.
 
-`probes` asks each piece in a process of its own, because a broken one may hang or end the process; `children` bounds
-that; `report` makes lines of the answers. None of it imports JAX or torch into the process that reports.
+Each piece speaks for itself in another process (`self_report`, and that of torch_ext), because a broken one may hang or
+end it; `children` bounds that; `report` makes lines of the answers, and imports neither JAX nor torch.
 """

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MARK = "async-emb-probe "
+MARK = "async-emb says "
 
 
 class Answer(NamedTuple):
-    """What a probe found, or why it found nothing; ``output`` is what else it said."""
+    """What something says of itself, or why it says nothing; ``output`` is what else was printed."""
 
     found: dict[str, Any] | None
     failure: str
@@ -65,15 +65,15 @@ class Child:
         return failure, output
 
 
-def start_probes(names: Sequence[str], environ: Mapping[str, str]) -> Child:
-    """Starts some of `probes`, one after the other, in a Python of its own."""
-    package = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(filter(None, [str(package), environ.get("PYTHONPATH", "")]))
-    return Child([sys.executable, "-m", "jax_bridge.doctor.probes", *names], {**environ, "PYTHONPATH": path})
+def start_reports(script: Path, names: Sequence[str], environ: Mapping[str, str]) -> Child:
+    """Starts a `self_report.py`, in a Python of its own."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(root), environ.get("PYTHONPATH", "")]))
+    return Child([sys.executable, "-P", script, MARK, *names], {**environ, "PYTHONPATH": path})
 
 
 def answers_of(child: Child, names: Sequence[str], seconds: float) -> dict[str, Answer]:
-    """What probes that were started have found. What one was doing when all ended is that one's failure."""
+    """What each of them says. What one was doing when all ended is that one's failure."""
     failure, output = child.wait(seconds)
     found: dict[str, Answer] = {}
     other: list[str] = []

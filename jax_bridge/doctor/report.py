@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .children import Answer, Child, answers_of, start_probes
+from .children import Answer, Child, answers_of, start_reports
 
 Status = Literal["ok", "warning", "problem"]
 
-PROBE_SECONDS, TOOL_SECONDS = 90.0, 10.0
-# Probes of one process, what may end it last. The two processes run at once.
-_TOGETHER = (("torch", "toolkit", "native"), ("jax", "devices"))
+REPORT_SECONDS, TOOL_SECONDS = 90.0, 10.0
+# By the package that has the self_report.py; what may end the process comes last. Both processes run at once.
+_REPORTS = {"torch_ext": ("torch", "toolkit", "native"), "jax_bridge/doctor": ("jax", "devices")}
 # The supported range of pyproject.toml: at least the first, below the second.
 TORCH, JAX = ((2, 11), (2, 15)), ((0, 10), (0, 13))
 BUILD = "python -m pip install --no-build-isolation -e ."
@@ -39,10 +39,13 @@ class Line(NamedTuple):
     advice: str = ""
 
 
-def examine(environ: Mapping[str, str] | None = None, seconds: float = PROBE_SECONDS) -> Iterator[Line]:
+def examine(environ: Mapping[str, str] | None = None, seconds: float = REPORT_SECONDS) -> Iterator[Line]:
     """All lines, in their order. Takes as long as importing torch and JAX does, and ends in any case."""
     environ = os.environ if environ is None else environ
-    children = {names: start_probes(names, environ) for names in _TOGETHER}
+    root = Path(__file__).resolve().parents[2]
+    children = {
+        names: start_reports(root / folder / "self_report.py", names, environ) for folder, names in _REPORTS.items()
+    }
     yield _python()
     answers: dict[str, Answer] = {}
     for names, child in children.items():
@@ -64,7 +67,7 @@ def _found(answer: Answer) -> dict[str, Any] | None:
 
 
 def _failure(answer: Answer) -> str:
-    """Why a probe has found nothing, in one line."""
+    """Why there is no answer, in one line."""
     if answer.found is not None:
         return str(answer.found["error"]).splitlines()[0]
     last = answer.output.splitlines()[-1:]
@@ -157,7 +160,9 @@ def _toolkit(answer: Answer) -> Line:
     if found is None:
         return Line("nvcc", "warning", f"could not be looked for: {_failure(answer)}")
     if "error" in found:
-        first, _, rest = found["error"].partition("\n")
+        return Line("nvcc", "warning", f"could not be looked for: {_failure(answer)}")
+    if "refused" in found:
+        first, _, rest = found["refused"].partition("\n")
         return Line("nvcc", "problem", first, " ".join(rest.split()) or "Correct or unset ASYNC_EMB_CUDA.")
     if "version" in found:
         text = f"CUDA {found['version']} in {found['home']}"

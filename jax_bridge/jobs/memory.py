@@ -38,9 +38,13 @@ class TableMemory:
     devices: int
 
     @property
+    def arena_of_rank(self) -> int:
+        """The process's arena, shared out over its devices."""
+        return -(-self.arena // self.devices)
+
+    @property
     def per_rank(self) -> int:
-        """Bytes for each device, the process's arena shared out."""
-        return self.weights + self.state + -(-self.arena // self.devices)
+        return self.weights + self.state + self.arena_of_rank
 
 
 def memory_of(checked: CheckedJob) -> list[TableMemory]:
