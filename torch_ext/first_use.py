@@ -18,6 +18,8 @@ from pathlib import Path
 
 from torch_ext import build_cache, build_lock, ninja_build
 from torch_ext.build_errors import BuildError
+from torch_ext.build_jobs import parallel_jobs
+from torch_ext.build_tools import find_ninja
 from torch_ext.recipe import Recipe
 
 
@@ -80,6 +82,8 @@ def _finished(cache: Path, key: str, module: str) -> Path | None:
 
 
 def _build(recipe: Recipe, cache: Path, key: str, report: Callable[[str], None], interval: float) -> Path:
+    find_ninja()  # before anything is said, made or waited for
+    parallel_jobs()
     came = time.time()
     log = build_cache.failure_log(cache, key)
     with _ending_in_order(), build_lock.locked(build_cache.lock_path(cache, key), report) as waited:

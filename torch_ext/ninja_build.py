@@ -152,6 +152,8 @@ class _running:
         # Messages in English, whose errors we look for. A group of its own: Ctrl-C reaches us alone, and we end it.
         environ = os.environ | {"PATH": search_path(), "LC_ALL": "C", "NINJA_STATUS": "[%f/%t] "}
         child = [sys.executable, "-I", "-S", "-c", _NINJA_THAT_DIES_WITH_ITS_PARENT, str(os.getpid()), *command]
+        if not sys.executable:  # Python inside of another program
+            child = list(command)
         self._process = subprocess.Popen(
             child,
             cwd=folder,

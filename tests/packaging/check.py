@@ -71,6 +71,9 @@ def check_refusal(sdist: Path, folder: Path) -> None:
     assert f"{python} has no torch" in text, text
     assert "python -m pip install --no-build-isolation async_emb-*.tar.gz" in text, text
     assert "ASYNC_EMB_BUILD=first-use python -m pip install async_emb-*.tar.gz" in text, text
+    install(python, "--no-build-isolation", str(sdist), ASYNC_EMB_BUILD="first-use")
+    result = subprocess.run([python, "-I", "-c", "import torch_ext"], capture_output=True, text=True, check=False)
+    assert "NativeModuleError: torch_ext needs torch, which cannot be imported" in result.stderr, result.stderr
 
 
 def check_first_use(sdist: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_without_ninja_the_error_names_it_the_path_and_the_command(nowhere):
     first, *rest = str(caught.value).splitlines()
     assert first == f"ninja, which runs the compilers, was not found. Searched: {nowhere}"
     assert rest[-1].strip() == "python -m pip install ninja"
+
+
+def test_a_process_without_ninja_says_so_in_its_first_line(tmp_path):
+    venv.create(tmp_path / "environment", symlinks=True, with_pip=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "c++").symlink_to(shutil.which("c++"))
+    environ = {"PATH": str(tmp_path / "bin"), "ASYNC_EMB_CACHE": str(tmp_path / "cache")}
+    python = tmp_path / "environment" / "bin" / "python"
+    command = [python, tiny_build.__file__, str(tiny_build.write_sources(tmp_path / "src"))]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    first = result.stderr.splitlines()[0]
+    assert first.startswith(f"ninja, which runs the compilers, was not found. Searched: {python.parent}{os.pathsep}")
+    assert str(tmp_path / "bin") in first
+    assert f"Install it for {python}:" in result.stderr
 
 
 def test_the_package_of_ninja_says_where_its_program_is():
