@@ -131,7 +131,7 @@ def test_a_damaged_build_is_built_again_and_that_is_said(recipe, cache):
     path.write_bytes(path.read_bytes()[:1000])
     assert first_use.module_of(recipe, environ=environ, report=lines.append) == path
     assert any(f"the build in {path.parent} is damaged: tiny.so has the SHA-256" in line for line in lines)
-    assert tiny_build.load_tiny(path).number == 1
+    assert tiny_build.number_of(path) == 1
     assert [entry.name for entry in cache.iterdir()] == [path.parent.name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ import torch_ext
 from torch_ext import NativeModuleError, _load, build, build_cache, build_info, first_use, require_ffi_api
 from torch_ext._load import find_installed, open_module, read_stamp
 from torch_ext.build_errors import BuildError
+
+from .fake_toolkit import CPU_TORCH, CUDA_TORCH, make_toolkit
 
 PACKAGE = Path(torch_ext.__file__).parent
 
@@ -206,6 +209,29 @@ def test_a_build_is_announced_with_its_reason(monkeypatch):
     with pytest.raises(NativeModuleError, match=r"^no\n"):
         _load._built("x.so was built for torch 1.2.3")
     assert lines == ["x.so was built for torch 1.2.3. Building one"]
+
+
+def test_forcing_cuda_fails_at_first_use_as_it_does_in_an_installation(monkeypatch):
+    monkeypatch.setenv("ASYNC_EMB_CUDA", "1")
+    tools = dataclasses.replace(build.toolchain(), torch_version=CPU_TORCH, torch_cuda=None)
+    monkeypatch.setattr(build, "toolchain", lambda: tools)
+    with pytest.raises(NativeModuleError) as caught:
+        _load._built("missing")
+    first = f"ASYNC_EMB_CUDA=1 asks for CUDA, but torch {CPU_TORCH} is a build without CUDA"
+    assert str(caught.value).startswith(first)
+
+
+def test_a_nonsense_architecture_is_named_at_first_use(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda-13.0", "13.0")))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;banana")
+    tools = dataclasses.replace(build.toolchain(), torch_version=CUDA_TORCH, torch_cuda="13.0")
+    monkeypatch.setattr(build, "toolchain", lambda: tools)
+    with pytest.raises(NativeModuleError, match=r"^TORCH_CUDA_ARCH_LIST='9.0;banana': 'banana' is no architecture"):
+        _load._built("missing")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    recipe = build.recipe(for_this_machine=True)
+    assert recipe.identity["CUDA"].startswith("13.0 (")
+    assert any(path.suffix == ".cu" for path in recipe.sources)
 
 
 def test_a_torch_that_was_replaced_under_a_running_process_is_told_from_it(monkeypatch, tmp_path):

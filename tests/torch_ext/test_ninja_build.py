@@ -34,7 +34,7 @@ def test_any_path_is_built_from_and_into(tmp_path, name):
     (root / "tiny.cpp").rename(root / f"{name}.cpp")
     recipe = dataclasses.replace(tiny_build.tiny_recipe(root), sources=(root / f"{name}.cpp",))
     module = build(recipe, tmp_path / f"{name} build", keep_objects=False)
-    assert tiny_build.load_tiny(module).number == 1
+    assert tiny_build.number_of(module) == 1
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a|b"])
@@ -59,7 +59,7 @@ def test_only_what_has_changed_is_compiled_again(tmp_path):
     os.utime(root / "tiny.cpp", (1, 1))  # the header alone is newer
     build(recipe, folder)
     assert compiled(folder) == ["tiny.cpp"]
-    assert tiny_build.load_tiny(module).number == 2
+    assert tiny_build.number_of(module) == 2
     build(dataclasses.replace(recipe, compile_flags=(*recipe.compile_flags, "-DOTHER")), folder)
     assert compiled(folder) == ["tiny.cpp"]
 

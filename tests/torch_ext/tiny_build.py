@@ -1,18 +1,16 @@
-"""A native module of one small source, built at first use as the real one is, but within a second.
+"""A module of one small source, built at first use as the native module is, but at once.
 
 Run as a program it is one process that uses that module: ``python tests/torch_ext/tiny_build.py ROOT`` builds what is
-in ROOT, or takes it from the cache, imports it, and prints what it found as JSON. It imports neither torch nor jax.
+in ROOT, or takes it from the cache, loads it, and prints what it found as JSON. It imports neither torch nor jax.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,16 +18,9 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 SOURCE = """\
-#include <Python.h>
 #include "folder/number.h"
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tiny", nullptr, -1, nullptr};
-
-PyMODINIT_FUNC PyInit_tiny() {
-  PyObject* module = PyModule_Create(&definition);
-  PyModule_AddIntConstant(module, "number", kNumber);
-  return module;
-}
+extern "C" int number() { return kNumber; }
 """
 # Notes each compilation. With `closed` beside it, compilations wait until that is gone.
 COMPILER = """\
@@ -70,19 +61,15 @@ def tiny_recipe(root: Path, *flags: str, identity: Mapping[str, str] | None = No
         sources=(root / "tiny.cpp",),
         headers=(root / "folder" / "number.h",),
         compiler=compiler.command,
-        compile_flags=("-O0", f"-isystem{sysconfig.get_path('include')}", *flags),
+        compile_flags=("-O0", *flags),
         link_flags=(),
         identity={"compiler": compiler.version} if identity is None else identity,
     )
 
 
-def load_tiny(path: Path) -> types.ModuleType:
-    """Imports the module."""
-    loader = importlib.machinery.ExtensionFileLoader("tiny", str(path))
-    spec = importlib.util.spec_from_file_location("tiny", path, loader=loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+def number_of(path: Path) -> int:
+    """Loads the module, and asks it for its number."""
+    return ctypes.CDLL(str(path)).number()
 
 
 def use(root: Path) -> dict[str, object]:
@@ -93,7 +80,7 @@ def use(root: Path) -> dict[str, object]:
     return {
         "path": str(path),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "number": load_tiny(path).number,
+        "number": number_of(path),
     }
 
 
