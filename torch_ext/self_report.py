@@ -1,6 +1,6 @@
 """What torch, the CUDA toolkit and the native module say of themselves, for `async-emb doctor`.
 
-Run by path, in a process of its own that may end in any way: `python -P self_report.py MARK torch toolkit native`
+Run by path, in a process of its own that may end in any way: `python -P self_report.py MARK torch native`
 prints a line for each: MARK, name and JSON. As a module of the package it would load what it is to report on.
 """
 
@@ -40,12 +40,30 @@ def of_toolkit() -> dict[str, Any]:
 
 
 def of_native() -> dict[str, Any]:
+    """Which module the first use takes, and whether it works; builds none."""
     import torch
 
     import torch_ext
 
+    state = torch_ext._load.state()
+    found = {"origin": state.origin, "path": str(state.path), "reason": state.reason}
+    if state.path is None:
+        return found
     rows = torch_ext.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 0], dtype=torch.int32))
-    return {"info": torch_ext.build_info(), "works": rows.tolist() == [[2.0], [1.0]]}
+    return {**found, "info": torch_ext.build_info(), "works": rows.tolist() == [[2.0], [1.0]]}
+
+
+def of_cache() -> dict[str, Any]:
+    """Where builds at first use are kept, and what is there."""
+    from torch_ext import build_cache
+
+    folders = []
+    for folder in build_cache.folders():
+        builds = build_cache.builds(folder)
+        states = [build.state for build in builds]
+        counts = {state: states.count(state) for state in dict.fromkeys(states)}
+        folders.append({"path": str(folder), "states": counts, "bytes": sum(build.size for build in builds)})
+    return {"folders": folders}
 
 
 def _beside(name: str) -> ModuleType:
@@ -59,7 +77,7 @@ def _beside(name: str) -> ModuleType:
 
 
 def main(mark: str, *names: str) -> None:
-    reports = {"torch": of_torch, "toolkit": of_toolkit, "native": of_native}
+    reports = {"torch": of_torch, "toolkit": of_toolkit, "native": of_native, "cache": of_cache}
     for name in names:
         try:
             found = reports[name]()

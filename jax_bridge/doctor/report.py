@@ -18,7 +18,7 @@ Status = Literal["ok", "warning", "problem"]
 
 REPORT_SECONDS, TOOL_SECONDS = 90.0, 10.0
 # By the package that has the self_report.py; what may end the process comes last. Both processes run at once.
-_REPORTS = {"torch_ext": ("torch", "toolkit", "native"), "jax_bridge/doctor": ("jax", "devices")}
+_REPORTS = {"torch_ext": ("torch", "toolkit", "native", "cache"), "jax_bridge/doctor": ("jax", "devices")}
 # The supported range of pyproject.toml: at least the first, below the second.
 TORCH, JAX = ((2, 11), (2, 15)), ((0, 10), (0, 13))
 BUILD = "python -m pip install --no-build-isolation -e ."
@@ -54,7 +54,8 @@ def examine(environ: Mapping[str, str] | None = None, seconds: float = REPORT_SE
     yield _framework("torch", torch, TORCH, 'python -m pip install "torch>=2.11,<2.15"')
     yield _framework("jax", jax, JAX, 'python -m pip install "jax>=0.10,<0.13"')
     yield from _native(answers["native"], torch, jax)
-    yield from _compilers(environ, built=_found(answers["native"]) is not None)
+    yield _cache(answers["cache"])
+    yield from _compilers(environ, needed="info" not in (_found(answers["native"]) or {}))
     yield _toolkit(answers["toolkit"])
     yield _cuda_of_both(torch, jax)
     yield _devices(answers["devices"], torch)
@@ -106,8 +107,17 @@ def _native(answer: Answer, torch: Answer, jax: Answer) -> Iterator[Line]:
         first = f"First mend {' and '.join(missing)}; then" if missing else "In a checkout of the sources:"
         yield Line("native module", "problem", _failure(answer), f"{first} {BUILD}")
         return
+    if "info" not in found:
+        if found["origin"] == "to be built":
+            text = f"{found['reason']}. The first use builds one, which takes minutes"
+            advice = "Build it now: python -c 'import torch_ext; torch_ext.native()'"
+            yield Line("native module", "warning", text, advice)
+        else:
+            first, _, rest = found["reason"].partition("\n")
+            yield Line("native module", "problem", f"cannot be built: {first}", " ".join(rest.split()) or BUILD)
+        return
     info = found["info"]
-    text = f"built for torch {info['torch']} and jaxlib {info['jaxlib']} with {info['compiler']}"
+    text = f"{found['origin']}, built for torch {info['torch']} and jaxlib {info['jaxlib']} with {info['compiler']}"
     if not found["works"]:
         yield Line("native module", "problem", f"{text}, and looks wrong rows up", f"Build it anew: {BUILD}")
     elif info.get("cuda"):
@@ -129,13 +139,28 @@ def _native(answer: Answer, torch: Answer, jax: Answer) -> Iterator[Line]:
 # ---- tools
 
 
-def _compilers(environ: Mapping[str, str], *, built: bool) -> Iterator[Line]:
-    # Without them a module that is there works; one that is not cannot be built.
-    missing: Status = "warning" if built else "problem"
-    yield _tool("compiler", environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"], missing, environ)
-    beside = str(Path(sys.executable).parent)
-    path = os.pathsep.join(filter(None, [beside, environ.get("PATH", "")]))
-    yield _tool("ninja", ["ninja"], missing, {**environ, "PATH": path}, "python -m pip install ninja")
+def _cache(answer: Answer) -> Line:
+    found = _found(answer)
+    if found is None:
+        return Line("cache", "warning", f"could not be looked at: {_failure(answer)}")
+    texts, damaged = [], []
+    for folder in found["folders"]:
+        counts = ", ".join(f"{count} {state}" for state, count in folder["states"].items()) or "no builds"
+        texts.append(f"{folder['path']}: {counts}, {folder['bytes'] / 1e6:.0f} MB")
+        damaged += [folder["path"]] if {"damaged", "left behind"} & set(folder["states"]) else []
+    if damaged:
+        advice = f"What is damaged or left behind is built anew when it is needed; {', '.join(damaged)} may be removed."
+        return Line("cache", "warning", "; ".join(texts), advice)
+    return Line("cache", "ok", "; ".join(texts))
+
+
+def _compilers(environ: Mapping[str, str], *, needed: bool) -> Iterator[Line]:
+    # As torch_ext.build_tools looks for them. Without them a module that is there works.
+    missing: Status = "problem" if needed else "warning"
+    folders = [str(Path(sys.executable).parent), environ.get("PATH", "") or os.defpath]
+    environ = {**environ, "PATH": os.pathsep.join(folders)}
+    yield _tool("compiler", environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"], missing, environ)
+    yield _tool("ninja", ["ninja"], missing, environ, "python -m pip install ninja")
 
 
 def _tool(
@@ -147,7 +172,7 @@ def _tool(
 ) -> Line:
     found = next(filter(None, (shutil.which(command, path=environ.get("PATH", "")) for command in commands)), None)
     if found is None:
-        return Line(name, missing, f"no {' or '.join(commands)} on PATH ({environ.get('PATH') or 'empty'})", install)
+        return Line(name, missing, f"no {' or '.join(commands)} in {environ['PATH']}", install)
     failure, output = Child([found, "--version"], environ).wait(TOOL_SECONDS)
     if failure:
         return Line(name, missing, f"{found} --version {failure}", install)

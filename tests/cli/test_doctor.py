@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jax_bridge.doctor import report
+from jax_bridge.doctor.children import Answer
 from jax_bridge.doctor.report import examine
 
 TORCH = """
@@ -68,8 +69,20 @@ def test_all_is_well_on_this_machine(async_emb):
     assert (status, err, problems) == (0, "", [])
     assert data["ok"]
     lines = {line["name"]: line for line in data["lines"]}
-    assert lines["native module"]["text"].startswith("built for torch 2.")
-    assert {"python", "torch", "jax", "FFI API", "compiler", "ninja", "nvcc", "CUDA", "devices", "memory"} <= set(lines)
+    assert lines["native module"]["text"].startswith(("installed, built for torch 2.", "cached, built for torch 2."))
+    assert {
+        "python",
+        "torch",
+        "jax",
+        "FFI API",
+        "cache",
+        "compiler",
+        "ninja",
+        "nvcc",
+        "CUDA",
+        "devices",
+        "memory",
+    } <= set(lines)
 
 
 @pytest.mark.parametrize("package", ["torch", "jax"])
@@ -124,17 +137,54 @@ def test_a_compiler_that_does_not_answer_is_named(machine, script, said):
     assert said in line.text
 
 
-def test_an_empty_path_has_no_compiler(machine):
-    machine.environ["PATH"] = ""
-    lines = machine.lines()
-    assert lines["compiler"].text == "no g++ or c++ or clang++ on PATH (empty)"
-    assert "apt-get install g++" in lines["compiler"].advice
+def test_a_path_without_a_compiler_is_named(machine, tmp_path):
+    machine.environ["PATH"] = str(tmp_path / "nothing")
+    line = machine.lines()["compiler"]
+    assert line.status == "problem"
+    assert line.text.startswith("no c++ or g++ or clang++ in ")
+    assert line.text.endswith(f"{tmp_path}/nothing")
+    assert "apt-get install g++" in line.advice
+
+
+def answer(**found):
+    return Answer(found, "", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "said"),
+    [
+        ({"origin": "to be built", "reason": "the native module is not installed"}, "warning", "first use builds one"),
+        ({"origin": "impossible", "reason": "no compiler\nInstall one"}, "problem", "cannot be built: no compiler"),
+        ({"error": "ImportError: torn"}, "problem", "ImportError: torn"),
+    ],
+)
+def test_a_module_that_is_not_there_yet_is_told_apart_from_one_that_cannot_be(found, status, said):
+    (line,) = report._native(answer(**found), answer(version="2.13.0"), answer(version="0.10.2"))
+    assert line.status == status
+    assert said in line.text
+    assert line.advice
+
+
+@pytest.mark.parametrize(
+    ("running", "status"), [([0, 3], "ok"), ([0, 4], "ok"), ([0, 2], "problem"), ([1, 3], "problem")]
+)
+def test_handlers_newer_than_the_running_jaxlib_are_a_problem(running, status):
+    info = {"torch": "2.13.0", "jaxlib": "0.10.2", "compiler": "12.2", "ffi_api": "0.3"}
+    native = answer(origin="installed", info=info, works=True)
+    _, line = report._native(native, answer(version="2.13.0"), answer(ffi_api=running))
+    assert (line.name, line.status) == ("FFI API", status)
+
+
+def test_what_is_damaged_in_the_cache_is_a_warning():
+    folder = {"path": "cache", "states": {"finished": 2, "damaged": 1}, "bytes": 30_000_000}
+    line = report._cache(answer(folders=[folder]))
+    assert (line.status, line.text) == ("warning", "cache: 2 finished, 1 damaged, 30 MB")
 
 
 def test_a_compiler_that_cxx_names_and_is_not_there_is_named(machine):
     machine.environ["CXX"] = "no-such-compiler -O2"
     line = machine.lines()["compiler"]
-    assert line.text.startswith("no no-such-compiler on PATH")
+    assert line.text.startswith("no no-such-compiler in ")
 
 
 def test_a_broken_nvcc_is_named_where_torch_has_cuda(machine):
