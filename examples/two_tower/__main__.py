@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from examples.two_tower.config import read_config
 from examples.two_tower.data import DataError, Dataset, find_ratings, read_ratings, split_by_time
 from examples.two_tower.interrupt import interruptible, on_interrupt
 from examples.two_tower.report import NoFolder, ReportError, RunFolder
@@ -56,11 +57,37 @@ Synthetic = Annotated[int | None, typer.Option(help="Instead of ratings, generat
 Devices = Annotated[int, typer.Option(help="Host devices to split tables and batches over.")]
 Dtype = Annotated[str, typer.Option(help="Of the tables: float32, bfloat16 or float16.")]
 Out = Annotated[Path, typer.Option(help="Folder of the runs.")]
+
+
+def _take_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes what a run has written down the defaults of the options."""
+    if path is not None:
+        try:
+            config = read_config(path)
+        except SettingsError as error:
+            _fail(str(error))
+        context.obj = config.settings
+        context.default_map = config.as_options()
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="CONFIG.TOML",
+        is_eager=True,
+        callback=_take_config,
+        help="Settings and data of an earlier run, from its config.toml; other options win over it.",
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="Folder of this run inside --out. Default: data, schedule and time.")]
 
 
 @app.command()
 def train(
+    context: typer.Context,
+    config: ConfigFile = None,
     name: Name = None,
     staleness: Annotated[int, typer.Option(min=0, max=1, help="1: updates overlap the next step. 0: exact.")] = 1,
     plain: Annotated[bool, typer.Option("--plain", help="Train the plain JAX peer instead.")] = False,
@@ -76,9 +103,10 @@ def train(
 ) -> None:
     """Train one model; write metrics.csv, config.toml and metrics.png."""
     schedule: Schedule = "plain" if plain else "staleness1" if staleness == 1 else "staleness0"
-    settings, dataset = _prepare(schedule, epochs, batch, width, seed, data, synthetic, devices, dtype)
+    base = context.obj or DEFAULTS
+    settings, dataset, source = _prepare(base, schedule, epochs, batch, width, seed, data, synthetic, devices, dtype)
     name = name or f"{dataset.name}-{schedule}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, result = _run(settings, dataset, out, name)
+    folder, result = _run(settings, dataset, source, out, name)
     console.print(f"[bold]test AUC[/]      {result.test_auc:.4f}")
     console.print(f"[bold]examples/s[/]    {result.examples_per_second:,.0f}")
     console.print(f"[bold]exposed time[/]  {_exposed(result)}")
@@ -101,13 +129,15 @@ def compare(
     """Train with staleness 1, staleness 0 and plain JAX from the same seed, and show the three side by side."""
     if job.processes > 1:
         _fail("compare trains in one process only; use train")
-    settings, dataset = _prepare("staleness1", epochs, batch, width, seed, data, synthetic, devices, dtype)
+    settings, dataset, source = _prepare(
+        DEFAULTS, "staleness1", epochs, batch, width, seed, data, synthetic, devices, dtype
+    )
     name = name or f"{dataset.name}-compare-{time.strftime('%Y%m%d-%H%M%S')}"
     results: dict[Schedule, Result] = {}
     for schedule in SCHEDULES:
         # The peer stays in float32: it is what the tables of any dtype are measured against.
         own = dataclasses.replace(settings, schedule=schedule, dtype="float32" if schedule == "plain" else dtype)
-        _, results[schedule] = _run(own, dataset, out, f"{name}-{schedule}")
+        _, results[schedule] = _run(own, dataset, source, out, f"{name}-{schedule}")
     table = Table("schedule", "test AUC", "against plain", "examples/s", "exposed time", title=dataset.name)
     for schedule, result in results.items():
         difference = f"{result.test_auc - results['plain'].test_auc:+.4f}" if schedule != "plain" else ""
@@ -134,6 +164,7 @@ def join_job(devices: int) -> None:
 
 
 def _prepare(
+    base: Settings,
     schedule: Schedule,
     epochs: int,
     batch: int,
@@ -143,15 +174,16 @@ def _prepare(
     synthetic: int | None,
     devices: int,
     dtype: str,
-) -> tuple[Settings, Dataset]:
-    """Checks the options, sets the host devices up, and reads the data; nothing is written yet."""
+) -> tuple[Settings, Dataset, dict[str, str | int]]:
+    """Checks the options, sets the host devices up, and reads the data; nothing is written yet. `base` has what no
+    option says. The last result is where the data came from."""
     if job.devices is not None:
         devices = job.processes * job.devices
     try:
         if job.processes > 1 and schedule == "plain":
             raise SettingsError("the plain JAX peer trains in one process only")
-        settings = Settings(
-            schedule=schedule, epochs=epochs, batch=batch, width=width, seed=seed, devices=devices, dtype=dtype
+        settings = dataclasses.replace(
+            base, schedule=schedule, epochs=epochs, batch=batch, width=width, seed=seed, devices=devices, dtype=dtype
         )
         if data is not None and synthetic is not None:
             raise SettingsError("--data and --synthetic exclude each other; give one")
@@ -159,10 +191,15 @@ def _prepare(
             _use_host_devices(devices)
         with on_interrupt(_leave_before_training):
             dataset: Dataset
+            source: dict[str, str | int]
             if synthetic is not None:
-                dataset = SyntheticStream(synthetic, seed, settings.test_fraction)
+                dataset, source = SyntheticStream(synthetic, seed, settings.test_fraction), {"synthetic": synthetic}
             else:
-                dataset = split_by_time(read_ratings(find_ratings(data)), settings.test_fraction)
+                file = find_ratings(data)
+                dataset, source = (
+                    split_by_time(read_ratings(file), settings.test_fraction),
+                    {"file": str(file.resolve())},
+                )
             # JAX takes seconds to import, and reads the flags set above.
             importlib.import_module("examples.two_tower.train")
     except (DataError, SettingsError) as error:
@@ -171,15 +208,17 @@ def _prepare(
         f"{dataset.name}: {dataset.train_size:,} training and {len(dataset.test):,} test examples, "
         f"{dataset.user_rows:,} users, {dataset.item_rows:,} items"
     )
-    return settings, dataset
+    return settings, dataset, source
 
 
-def _run(settings: Settings, dataset: Dataset, out: Path, name: str) -> tuple[RunFolder, Result]:
+def _run(
+    settings: Settings, dataset: Dataset, source: dict[str, str | int], out: Path, name: str
+) -> tuple[RunFolder, Result]:
     from examples.two_tower.train import describe, train
 
     try:
         make_folder = RunFolder if job.process == 0 else NoFolder
-        folder = make_folder(out, name, describe(settings, dataset, name))
+        folder = make_folder(out, name, describe(settings, dataset, name, source))
     except ReportError as error:
         _fail(str(error))
     stop = threading.Event()

@@ -8,7 +8,7 @@ import importlib.metadata
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -81,8 +81,10 @@ def make_trainer(settings: Settings, dataset: Dataset) -> Trainer:
     return AsyncTrainer(settings, dataset, mesh)
 
 
-def describe(settings: Settings, dataset: Dataset, name: str) -> dict[str, dict[str, str | int | float | bool | None]]:
-    """The sections of `config.toml`."""
+def describe(
+    settings: Settings, dataset: Dataset, name: str, source: Mapping[str, str | int]
+) -> dict[str, dict[str, str | int | float | bool | None]]:
+    """The sections of `config.toml`. `source` is where the data came from."""
     return {
         "run": {
             "name": name,
@@ -96,6 +98,7 @@ def describe(settings: Settings, dataset: Dataset, name: str) -> dict[str, dict[
             "item_rows": dataset.item_rows,
             "train_examples": dataset.train_size,
             "test_examples": len(dataset.test),
+            **source,
         },
         "settings": dataclasses.asdict(settings),
     }

@@ -169,6 +169,17 @@ def test_the_command_prints_its_results_and_writes_csv_toml_and_png(tmp_path):
     assert len(read_rows(tmp_path / "first" / "metrics.csv")) == 4
     assert (tmp_path / "first" / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
+    again = command("--config", str(tmp_path / "first" / "config.toml"), "--out", str(tmp_path), "--name", "again")
+    again.remove("--plain")  # the file says it
+    done = subprocess.run(again, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        tomllib.loads((tmp_path / "again" / "config.toml").read_text(encoding="utf-8"))["settings"]
+        == config["settings"]
+    )
+    losses = [[row.loss for row in read_rows(tmp_path / run / "metrics.csv")] for run in ("first", "again")]
+    assert losses[0] == losses[1]
+
 
 def test_bad_data_ends_the_command_with_one_message_and_no_traceback(tmp_path):
     (tmp_path / "u.data").write_text("1\t2\t3\t4\n1\t2\t[x]\t4\n")
