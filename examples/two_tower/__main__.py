@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import re
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from examples.two_tower.config import read_config
 from examples.two_tower.data import DataError, Dataset, find_ratings, read_ratings, split_by_time
+from examples.two_tower.devices import use_host_devices
 from examples.two_tower.interrupt import interruptible, on_interrupt
 from examples.two_tower.report import NoFolder, ReportError, RunFolder
 from examples.two_tower.settings import SCHEDULES, Schedule, Settings, SettingsError
@@ -151,7 +151,7 @@ def join_job(devices: int) -> None:
     """Makes this process one of the job that its launcher's variables tell of, with `devices` host devices of its own.
     Comes before everything else."""
     global job
-    _use_host_devices(devices)
+    use_host_devices(devices)
     from jax_bridge import processes
     from jax_bridge.errors import ContextError
 
@@ -188,7 +188,7 @@ def _prepare(
         if data is not None and synthetic is not None:
             raise SettingsError("--data and --synthetic exclude each other; give one")
         if job.devices is None:
-            _use_host_devices(devices)
+            use_host_devices(devices)
         with on_interrupt(_leave_before_training):
             dataset: Dataset
             source: dict[str, str | int]
@@ -250,13 +250,6 @@ def _run(
             progress.stop()
             console.print(f"interrupted; the metrics up to here are in {folder.csv}", soft_wrap=True)
     _leave()
-
-
-def _use_host_devices(devices: int) -> None:
-    """Makes JAX, which must not have been imported yet, split the host's CPU into `devices` devices."""
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _devices(settings: Settings) -> str:

@@ -36,14 +36,14 @@ class AsyncTrainer:
                 ),
             )
 
-        self._tables = {
+        self.tables = {
             "users": embedding("users", dataset.user_rows),
             "items": embedding("items", dataset.item_rows),
         }
         self._cleanup = contextlib.ExitStack()
         self._step = self._cleanup.enter_context(
             train_step(
-                self._tables,
+                self.tables,
                 loss_fn,
                 optax.adam(settings.dense_learning_rate),
                 ids_of=ids_of,
@@ -51,7 +51,7 @@ class AsyncTrainer:
             )
         )
         key, table_key = jax.random.split(jax.random.key(settings.seed))
-        self._state = self._step.init(init_params(key, settings), table_key)
+        self.state = self._step.init(init_params(key, settings), table_key)
         self._logits = jax.jit(logits)
 
     def pairs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
@@ -60,20 +60,20 @@ class AsyncTrainer:
 
     def step(self, batch: Batch, upcoming: Batch | None) -> jax.Array:
         """Trains on one batch; the loss is a float32 scalar that need not be ready yet."""
-        self._state, metrics = self._step(self._state, batch, upcoming)
+        self.state, metrics = self._step(self.state, batch, upcoming)
         return metrics["loss"]
 
     def flush(self) -> None:
         """Applies the gradients of the last step and waits for them."""
-        self._state = self._step.flush(self._state)
-        jax.block_until_ready(self._state.tables)
+        self.state = self._step.flush(self.state)
+        jax.block_until_ready(self.state.tables)
 
     def scores(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
         """Scores of pairs, float32 [n], for int32 ids [n]; works in the middle of training."""
         ids = {"users": users, "items": items}
-        rows = {name: table.lookup(self._state.tables[name], ids[name]) for name, table in self._tables.items()}
+        rows = {name: table.lookup(self.state.tables[name], ids[name]) for name, table in self.tables.items()}
         # On one device: every process has all rows and parameters, and computes all scores.
-        return np.asarray(self._logits(jax.device_get(self._state.params), rows))
+        return np.asarray(self._logits(jax.device_get(self.state.params), rows))
 
     def exposed_seconds(self) -> float | None:
         """Seconds that the steps so far waited for lookups and updates: mean over devices, sum over tables."""
