@@ -61,7 +61,28 @@ def test_the_timeline_is_recorded_as_written(tmp_path: Path) -> None:
     assert run(block_with("docs/step.md", "start_timeline()"), tmp_path) == "", "no step has run in between"
 
 
+def test_torch_borrows_a_table_as_written(tmp_path: Path) -> None:
+    assert run(block_with("docs/torch.md", "dlpack.view("), tmp_path).splitlines() == [
+        "async_emb ...",
+        "async_emb view: the view of the array float32[1000, 16] has ended",
+        "row 7 is zeros: True",  # as torch has left it: its gradient was zeros
+    ]
+
+
+def test_jax_adopts_the_batches_of_a_loader_as_written(tmp_path: Path) -> None:
+    *sums, refusal, advice = run(block_with("docs/torch.md", "dlpack.adopt("), tmp_path).splitlines()
+    assert sums == ["2016", "6112", "10208", "14304"]
+    assert refusal == "async_emb adopt: the tensor float32[4, 8] has the strides (1, 4): it is not contiguous"
+    assert advice.startswith("Make it contiguous: ")
+
+
+def test_a_table_is_handed_over_as_written(tmp_path: Path) -> None:
+    assert run(block_with("docs/torch.md", "to_embedding("), tmp_path).split() == ["True", "True", "True"]
+    assert [file.name for file in tmp_path.iterdir()] == ["words.safetensors"]
+
+
 def test_every_program_of_these_documents_has_a_test() -> None:
     assert len(blocks_of("README.md")) == 1
     assert len(blocks_of("docs/step.md")) == 3
     assert len(blocks_of("docs/checkpoints.md")) == 1
+    assert len(blocks_of("docs/torch.md")) == 3
