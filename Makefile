@@ -31,7 +31,7 @@ SOAK_ARGS ?= --minutes 30
 FAULTS_ARGS ?=
 
 .PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
-.PHONY: cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
+.PHONY: docs cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
 
 help: ## Show the targets
 	@sed -n -E 's/^([a-z0-9.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
@@ -133,6 +133,13 @@ cuda-check-all: $(CUDA_VENV)/.ready ## The same for all architectures of the def
 
 gpu-test: $(if $(NAMED_PYTHON),,build) ## Run the GPU suite; PYTHON=python3 uses the torch and jax of that interpreter
 	PYTHON=$(if $(NAMED_PYTHON),$(PYTHON),$(RUN)) tests/gpu/run.sh $(TEST_ARGS)
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(PIP) 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1.0'
+	@touch $@
+
+docs: $(VENV)/.docs ## Build the documentation into build/docs; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 train: build $(VENV)/.movielens ## Train the two-tower example
 	$(RUN) -m examples.two_tower $(TRAIN_ARGS)

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jax_bridge.jobs.checking import check_job
+from jax_bridge.jobs.job_file import Document
+
 ROOT = Path(__file__).resolve().parent.parent
 HOST_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
-def blocks_of(document: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+def blocks_of(document: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
 def run(program: str, folder: Path) -> str:
@@ -57,6 +60,26 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> N
     assert run(example, tmp_path).splitlines() == ["20 ['15', '20']", "the same bits: True"]
 
 
+def test_the_quick_start_runs_and_learns(tmp_path: Path) -> None:
+    (example,) = blocks_of("docs/index.md")
+    loss, updates = run(example, tmp_path).split()
+    assert float(loss) < 0.2  # the mean square of the targets is 0.5
+    assert float(updates) == 200
+
+
+def test_a_wrong_configuration_is_reported_and_corrected_as_written(tmp_path: Path) -> None:
+    (example,) = blocks_of("docs/errors.md")
+    lines = run(example, tmp_path).splitlines()
+    assert lines[0].startswith("async_emb axis 'tabel' is not a mesh axis of ")
+    assert lines[-1] == "16", "62 columns, padded for four ranks"
+
+
+def test_the_job_of_the_documentation_has_nothing_wrong() -> None:
+    (job,) = blocks_of("docs/command-line.md", "toml")
+    checked = check_job(Document(job, "job.toml"))
+    assert (checked.findings, checked.warnings) == ((), ())
+
+
 def test_the_timeline_is_recorded_as_written(tmp_path: Path) -> None:
     assert run(block_with("docs/step.md", "start_timeline()"), tmp_path) == "", "no step has run in between"
 
@@ -81,8 +104,18 @@ def test_a_table_is_handed_over_as_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["words.safetensors"]
 
 
-def test_every_program_of_these_documents_has_a_test() -> None:
-    assert len(blocks_of("README.md")) == 1
-    assert len(blocks_of("docs/step.md")) == 3
-    assert len(blocks_of("docs/checkpoints.md")) == 1
-    assert len(blocks_of("docs/torch.md")) == 3
+def test_every_program_of_the_documentation_has_a_test() -> None:
+    once = {"README.md": 1, "docs/checkpoints.md": 1, "docs/errors.md": 1, "docs/index.md": 1}
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {str(path.relative_to(ROOT)): len(blocks_of(str(path.relative_to(ROOT)))) for path in documents}
+    assert {document: count for document, count in found.items() if count} == once | {
+        "docs/step.md": 3,
+        "docs/torch.md": 3,
+    }
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}, (
+        "nav of mkdocs.yml"
+    )
