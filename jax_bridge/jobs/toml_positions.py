@@ -83,34 +83,40 @@ class _Scanner:
         start = self._at
         array = self._text.startswith("[[", start)
         self._at += 2 if array else 1
-        path = self._inside(self._key((), start))
+        parts = self._key()
         self._blank()
         self._at += 2 if array else 1
+        path = self._open((), parts, start)
         if array:
             self._elements[path] = self._elements.get(path, -1) + 1
             path = (*path, self._elements[path])
             self._found[path] = Entry(Span(start, self._at), None, start)
         return path
 
-    def _inside(self, path: Path) -> Path:
-        """The path of a header, where it goes through the last elements of arrays of tables."""
-        resolved: Path = ()
-        for number, part in enumerate(path, start=1):
-            resolved = (*resolved, part)
-            if number < len(path) and resolved in self._elements:
-                resolved = (*resolved, self._elements[resolved])
-        return resolved
-
     def _statement(self, table: Path, *, inline: bool) -> None:
         start = self._at
-        path = self._key(table, start, inline=inline)
+        path = self._open(table, self._key(), start, inline=inline)
         key = self._found[path].key
         self._blank()
         self._at += 1  # the equals sign
         self._blank()
         self._found[path] = Entry(key, self._value(path), start, inline)
 
-    def _key(self, path: Path, statement: int, *, inline: bool = False) -> Path:
+    def _open(self, path: Path, parts: list[tuple[str, Span]], statement: int, *, inline: bool = False) -> Path:
+        """Notes each part of a key. Inside of an array of tables it belongs to the last one of them."""
+        for name, span in parts:
+            if path in self._elements:
+                path = (*path, self._elements[path])
+            path = (*path, name)
+            if (known := self._found.get(path)) is None:
+                self._found[path] = Entry(span, None, statement, inline)
+            else:
+                self._found[path] = dataclasses.replace(known, again=(*known.again, span))
+        return path
+
+    def _key(self) -> list[tuple[str, Span]]:
+        """The parts of a dotted key, and where each stands."""
+        parts: list[tuple[str, Span]] = []
         while True:
             self._blank()
             start = self._at
@@ -120,16 +126,11 @@ class _Scanner:
             else:
                 self._at = _BARE_KEY.match(self._text, start).end()  # type: ignore[union-attr]  # the text is valid
                 name = self._text[start : self._at]
-            path = (*path, name)
-            span = Span(start, self._at)
-            if (known := self._found.get(path)) is None:
-                self._found[path] = Entry(span, None, statement, inline)
-            else:
-                self._found[path] = dataclasses.replace(known, again=(*known.again, span))
+            parts.append((name, Span(start, self._at)))
             end = self._at
             if self._text[self._blank()] != ".":
                 self._at = end
-                return path
+                return parts
             self._at += 1
 
     def _value(self, path: Path) -> Span:
