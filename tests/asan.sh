@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-.venv/bin/python}
 folder=build/asan
-tests=${TESTS:-tests/jax_bridge/test_nothing_is_lost.py}
+tests=${TESTS:-tests/jax_bridge/test_nothing_is_lost.py tests/jax_bridge/test_interleavings.py}
 
 "$python" tests/sanitized_build.py "$folder" address
 

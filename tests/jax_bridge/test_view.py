@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import torch_ext
-from jax_bridge import ContextError, PipelineError, TransformationError, dlpack, loans
+from jax_bridge import ContextError, PipelineError, TransformationError, dlpack, loans, runtime
 from jax_bridge.errors import ContextTypeError
 
 from . import _per_shard as per_shard
@@ -318,6 +318,24 @@ def test_steps_of_ones_own_ask_too():
         dlpack.require_donatable(arrays, None, 3, [np.zeros(3), jax.random.key(0)])
         arrays, _, _ = step(arrays, batch, gate)
         assert_same_bits(arrays.table, per_shard.oracle(start, [batch]).table, "table")
+
+
+def test_a_stale_step_of_ones_own_that_does_not_ask_is_refused_by_the_context():
+    """It would update a copy that XLA has made, and not the table that was looked up."""
+    start, batches = per_shard.make_start(), per_shard.make_batches(3)
+    with opened(per_shard.make_handle(2)) as handle:
+        arm, step, _ = per_shard.stale_steps(handle)
+        arrays, gate = per_shard.place(handle, start)
+        arrays, pin = arm(arrays, batches[0].ids, gate)
+        arrays, pin, *_ = jax.block_until_ready(step(arrays, batches[0], batches[1].ids, pin))
+        with (
+            dlpack.view_shards(arrays.table),
+            pytest.raises(jax.errors.JaxRuntimeError, match="different table buffers"),
+        ):
+            jax.block_until_ready(step(arrays, batches[1], batches[2].ids, pin))
+        runtime.close_context(handle)
+        runtime.open_context(handle)
+        per_shard.assert_trains_like_the_oracle(handle)
 
 
 def test_a_table_that_was_donated_says_that_it_is_gone():
