@@ -20,11 +20,13 @@ from typing import IO
 
 from torch_ext.build_errors import BuildError, compilation_error
 from torch_ext.build_jobs import parallel_jobs
+from torch_ext.build_lock import locked
 from torch_ext.build_tools import find_ninja, search_path
 from torch_ext.recipe import Recipe
 
 NINJA_FILE = "build.ninja"
 LOG = "build.log"
+LOCK = "build.lock"
 STARTED = "started"  # the sources whose compilation has started, one a line
 INCLUDE = "include"  # what the build itself generates, below its folder
 REPORT_SECONDS = 5.0
@@ -64,23 +66,27 @@ def build(
     """
     ninja = find_ninja()
     jobs = parallel_jobs()
-    prepare(recipe, folder, keep_objects=keep_objects)
-    command = [ninja, "-f", NINJA_FILE, "-j", str(jobs)]
-    output, sources = folder / LOG, folder / STARTED
-    sources.write_text("")
-    started = time.monotonic()
-    with output.open("wb") as file, _running(command, folder, file) as process:
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / LOCK, report):  # two builds of one checkout would write the same objects
+        prepare(recipe, folder, keep_objects=keep_objects)
+        status = _run([ninja, "-f", NINJA_FILE, "-j", str(jobs)], folder, report, interval)
+        if status:
+            if log is not None:
+                shutil.copyfile(folder / LOG, log)
+            raise failure(recipe, _text(folder / LOG), log or folder / LOG)
+    return folder / recipe.module
+
+
+def _run(command: Sequence[str], folder: Path, report: Callable[[str], None], interval: float) -> int:
+    """Runs ninja, and reports; returns its exit status."""
+    (folder / STARTED).write_text("")
+    began = time.monotonic()
+    with (folder / LOG).open("wb") as file, _running(command, folder, file) as process:
         while True:
             try:
-                status = process.wait(timeout=interval)
-                break
+                return process.wait(timeout=interval)
             except subprocess.TimeoutExpired:
-                report(_progress(_text(output), _text(sources), time.monotonic() - started))
-    if status:
-        if log is not None:
-            shutil.copyfile(output, log)
-        raise failure(recipe, _text(output), log or output)
-    return folder / recipe.module
+                report(_progress(_text(folder / LOG), _text(folder / STARTED), time.monotonic() - began))
 
 
 def failure(recipe: Recipe, output: str, log: Path) -> BuildError:

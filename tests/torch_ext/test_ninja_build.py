@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext import build_errors, ninja_build
+from torch_ext import build_errors, build_lock, ninja_build
 from torch_ext.build_errors import BuildError
 
 from . import tiny_build
@@ -61,6 +61,23 @@ def test_only_what_has_changed_is_compiled_again(tmp_path):
     assert compiled(folder) == ["tiny.cpp"]
     assert tiny_build.number_of(module) == 2
     build(dataclasses.replace(recipe, compile_flags=(*recipe.compile_flags, "-DOTHER")), folder)
+    assert compiled(folder) == ["tiny.cpp"]
+
+
+def test_two_builds_of_one_folder_take_turns(tmp_path):
+    root = tiny_build.write_sources(tmp_path / "src")
+    folder = tmp_path / "build"
+    folder.mkdir()
+    holder = build_lock.try_lock(folder / ninja_build.LOCK)
+    lines: list[str] = []
+
+    def let_go(line: str) -> None:
+        lines.append(line)
+        os.close(holder)
+
+    ninja_build.build(tiny_build.tiny_recipe(root), folder, let_go)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"waiting for process {os.getpid()} on ")
     assert compiled(folder) == ["tiny.cpp"]
 
 

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Mapping
@@ -85,6 +86,8 @@ def use(root: Path) -> dict[str, object]:
 
 
 def _main() -> int:
+    # A shell starts what runs behind it with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The package without its __init__, which would import torch.
     package = sys.modules["torch_ext"] = types.ModuleType("torch_ext")
     package.__path__ = [str(REPOSITORY / "torch_ext")]
