@@ -207,8 +207,8 @@ def adopt(tensor: torch.Tensor, *, copy: bool = False, sharding: jax.sharding.Sh
         raise error
     if copy:
         return _copied(tensor, sharding)
-    if sharding is None or len(sharding.device_set) == 1:
-        return _shared(tensor, None if sharding is None else next(iter(sharding.device_set)))
+    if sharding is None:
+        return _shared(tensor, _home_of(tensor))
     shape = tuple(tensor.shape)
     parts = [(device, tensor[index]) for device, index in sharding.addressable_devices_indices_map(shape).items()]
     problems = [
@@ -216,8 +216,8 @@ def adopt(tensor: torch.Tensor, *, copy: bool = False, sharding: jax.sharding.Sh
         for device, part in parts
         for problem in _unshareable_memory(part)
     ]
-    if tensor.is_cuda:
-        message = f"async_emb adopt: a tensor on {tensor.device} cannot be shared over {len(parts)} devices"
+    if tensor.is_cuda and sharding.device_set != {_home_of(tensor)}:
+        message = f"async_emb adopt: a tensor on {tensor.device} cannot be shared with {len(parts)} devices"
         problems.append(Problem(message, ("Adopt it on its own device, and let jax.device_put spread it.",)))
     if problems:
         raise_problems(problems)
@@ -231,10 +231,10 @@ def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
     return all(first <= start and start + size <= last for start, size in loans.blocks_of(array))
 
 
-def _shared(tensor: torch.Tensor, device: jax.Device | None) -> jax.Array:
+def _shared(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
     # Its own tensor object: it lives as long as JAX has the memory, and its end says so.
     alias = tensor.detach()
-    if device is None or device == _home_of(tensor):
+    if device == _home_of(tensor):
         array = jax.dlpack.from_dlpack(alias, copy=False)
     else:
         # DLPack knows one CPU; that several devices of XLA's are the same memory is known to device_put alone.

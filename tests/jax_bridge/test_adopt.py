@@ -49,12 +49,12 @@ def test_a_batch_is_spread_over_devices_without_a_copy(name):
     assert addresses_of(replicated) == [tensor.data_ptr()] * 4
 
 
-def test_a_device_may_be_chosen():
+def test_one_device_may_be_chosen():
     tensor = torch.arange(64.0)
-    device = jax.devices()[3]
-    array = dlpack.adopt(tensor, sharding=jax.sharding.SingleDeviceSharding(device))
-    assert array.devices() == {device}
-    assert address_of(array) == tensor.data_ptr()
+    for sharding in (jax.sharding.SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh_of(1), P("table"))):
+        array = dlpack.adopt(tensor, sharding=sharding)
+        assert array.sharding == sharding
+        assert address_of(array) == tensor.data_ptr()
 
 
 def test_writes_of_torch_are_seen_and_the_memory_outlives_the_tensor():
