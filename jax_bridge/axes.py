@@ -66,7 +66,7 @@ def _is_of_jax(value: object, name: str) -> bool:
 
 
 def mesh_problems(mesh: object) -> tuple[Problem, ...]:
-    """What keeps `mesh` from carrying a table: not a mesh, no devices, or a device twice."""
+    """What keeps `mesh` from carrying a table: not a mesh, no devices, a device twice, names that XLA cannot read."""
     if _is_abstract(mesh):
         message = f"async_emb mesh {mesh} is an AbstractMesh, which has no devices"
         return (
@@ -88,7 +88,15 @@ def mesh_problems(mesh: object) -> tuple[Problem, ...]:
         message = f"async_emb mesh holds devices more than once: ids {show(repeated)} of {mesh}"
         advice = "Every device may hold one shard of the table; list each device once."
         return (Problem(message, (advice,), arguments=("mesh",)),)
-    return ()
+    unreadable = [name for name in mesh.shape if isinstance(name, str) and (not name.isascii() or "\\" in name)]
+    return tuple(
+        Problem(
+            f"async_emb mesh axis {name!r} must be named in ASCII, without a backslash",
+            ("XLA ends the process when it compiles for any other mesh (jax 0.10.2). Rename the axis.",),
+            arguments=("mesh",),
+        )
+        for name in unreadable
+    )
 
 
 def mesh_shape(mesh: object) -> MeshShape | None:

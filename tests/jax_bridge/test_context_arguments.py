@@ -162,6 +162,12 @@ class TestMeshes:
         error = refusal(mesh, table_axis="t", data_axis="t")
         assert str(error) == f"async_emb mesh holds devices more than once: ids [3] of {mesh}"
 
+    @pytest.mark.parametrize("name", ["tätle", "a\\b"])
+    def test_a_name_of_an_axis_that_ends_xla_is_refused(self, name):
+        error = refusal(Mesh(np.array(jax.devices("cpu")[:1]), (name,)), table_axis=name, data_axis=name)
+        assert str(error) == f"async_emb mesh axis {name!r} must be named in ASCII, without a backslash"
+        assert "Rename the axis" in error.__notes__[0]
+
     def test_no_axes(self) -> None:
         mesh = Mesh(np.array(jax.devices("cpu")[0]), ())
         assert "Build one with jax.make_mesh" in notes(refusal(mesh, table_axis="t", data_axis="t"))
