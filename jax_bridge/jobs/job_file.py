@@ -19,7 +19,7 @@ from ..mesh_outline import MeshOutline
 from ..optimizers import RowwiseAdagrad
 from .toml_positions import Entry, Path, line_and_column, positions
 
-MAX_DEVICES = 2**17
+MAX_DEVICES = 2**16
 OPTIMIZERS = {"rowwise_adagrad": RowwiseAdagrad}
 
 _JOB_KEYS = {
