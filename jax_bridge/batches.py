@@ -1,12 +1,14 @@
-"""Batches of a training step: pairing each with the next, and their token ids: checked, placed, compared."""
+"""Batches of a training step: their token ids, checked, placed and compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
+
+from torch_ext.common.batches import with_next as with_next
 
 from . import global_ops
 from .embedding import AsyncEmbedding
@@ -15,20 +17,6 @@ from .placing import put
 
 Tables = Mapping[str, AsyncEmbedding]
 Ids = dict[str, Any]
-Batch = TypeVar("Batch")
-
-
-def with_next(loader: Iterable[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
-    """Pairs of each batch and the one after it; the last has None."""
-    iterator = iter(loader)
-    try:
-        current = next(iterator)
-    except StopIteration:
-        return
-    for upcoming in iterator:
-        yield current, upcoming
-        current = upcoming
-    yield current, None
 
 
 def checked_ids(tables: Tables, ids: Any) -> Ids:

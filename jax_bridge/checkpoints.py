@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from torch_ext.common.table_rules import is_integer
+
 from . import checkpoint_files as files
 from . import runtime, snapshots
 from .agreement import Agreement
-from .checks import is_integer
 from .errors import AsyncEmbError, CheckpointError, ContextError, Problem, raise_problems, show
 from .placing import fetch
 from .snapshot_checks import problems_of

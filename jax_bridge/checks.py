@@ -10,10 +10,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+from torch_ext.common.batches import pad_width
+from torch_ext.common.table_rules import (
+    MAX_TOKENS,
+    MAX_WIDTH,
+    as_number,
+    is_integer,
+    option_problems,
+    read_dtype,
+)
 
 from .axes import (
     AxisReading,
@@ -23,19 +32,7 @@ from .axes import (
     read_axes,
 )
 from .errors import Problem, show
-from .mesh import pad_width
 from .nodes import node_sizes, processes_in_order, split_process
-
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-ID_POLICIES = ("error", "drop", "clamp")
-# Token positions and slots of unique ids are int32 in the kernels.
-MAX_TOKENS = 2**31 - 1
-# The dyadic sums of the kernels are built for at most 2^20 columns.
-MAX_WIDTH = 2**20
 
 _LIMITS = {"tokens_per_batch": MAX_TOKENS, "emb_width": MAX_WIDTH, "num_unique": MAX_TOKENS}
 _MEANINGS = {
@@ -106,7 +103,7 @@ def check(arguments: Arguments) -> Checked:
     integers.setdefault("logical_width", integers.get("emb_width", 0))
     dtype = read_dtype(arguments.dtype)
     padding_id = int(arguments.padding_id) if is_integer(arguments.padding_id) else None
-    alone += _option_problems(arguments, dtype)
+    alone += option_problems(arguments, dtype)
 
     contract: list[Problem] = []
     if shape is not None and table is not None and data is not None:
@@ -142,38 +139,6 @@ def _not_a_positive_integer(argument: str, value: object, group_size: int | None
         nearest = nearest_multiples(number, 1, MAX_TOKENS)
     advice = f" Write {' or '.join(map(str, sorted(set(nearest))))}." if nearest else ""
     return Problem(message, (meaning + advice,), wrong_type=True, arguments=(argument,))
-
-
-def _option_problems(arguments: Arguments, dtype: np.dtype[Any] | None) -> Iterator[Problem]:
-    if dtype is None:
-        advice = "The kernels keep tables as one of these."
-        message = f"async_emb dtype={_dtype_name(arguments.dtype)} is not supported; use one of {', '.join(DTYPES)}"
-        yield Problem(message, (advice,), arguments=("dtype",))
-    if not isinstance(arguments.id_policy, str) or arguments.id_policy not in ID_POLICIES:
-        policies = ", ".join(map(repr, ID_POLICIES))
-        message = f"async_emb id_policy={show(arguments.id_policy)} is not one of {policies}"
-        advice = "It says what an id outside the table does: raise after the step, read zeros, or use the nearest row."
-        wrong_type = not isinstance(arguments.id_policy, str)
-        yield Problem(message, (advice,), wrong_type=wrong_type, arguments=("id_policy",))
-    padding_id = arguments.padding_id
-    if padding_id is not None and not is_integer(padding_id):
-        message = f"async_emb padding_id={show(padding_id)} must be an integer or None, not {type(padding_id).__name__}"
-        meaning = "padding_id is the token id that reads zeros and is never trained."
-        yield Problem(message, (meaning,), wrong_type=True, arguments=("padding_id",))
-    elif padding_id is not None and not -(2**63) <= padding_id < 2**63:
-        message = f"async_emb padding_id={show(int(padding_id))} is not a 64-bit integer"
-        advice = "Token ids are int32 or int64, so no token could ever be padding."
-        yield Problem(message, (advice,), arguments=("padding_id",))
-    for argument in ("name", "purpose"):
-        text = getattr(arguments, argument)
-        if not isinstance(text, str):
-            message = f"async_emb {argument}={show(text)} must be a string, not {type(text).__name__}"
-            yield Problem(
-                message, (f"{argument} appears in messages and logs.",), wrong_type=True, arguments=(argument,)
-            )
-        elif not text or not text.isprintable():
-            message = f"async_emb {argument}={show(text)} must be one line of printable characters, and not empty"
-            yield Problem(message, (f"{argument} appears in messages and logs.",), arguments=(argument,))
 
 
 def _uneven(argument: str, integers: dict[str, int], group_size: int, ranks: str) -> Iterator[Problem]:
@@ -269,40 +234,6 @@ def nearest_of(value: int | float, choices: Sequence[int]) -> tuple[int, int]:
     below = max((number for number in choices if number <= value), default=choices[0])
     above = min((number for number in choices if number >= value), default=choices[-1])
     return below, above
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """Python's and NumPy's integers, but not bools."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def as_number(value: object) -> int | float | None:
-    """A finite number that was given, be it an integer or not; None for anything else, bools included."""
-    if is_integer(value):
-        return int(value)
-    if not isinstance(value, (float, np.floating)):
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def read_dtype(value: object) -> np.dtype[Any] | None:
-    if value is None:  # NumPy would read it as float64.
-        return None
-    try:
-        dtype = np.dtype(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        return None
-    return next((supported for supported in DTYPES.values() if supported == dtype), None)
-
-
-def _dtype_name(value: object) -> str:
-    if isinstance(value, str) or value is None:
-        return show(value)
-    try:
-        return str(np.dtype(value).name)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        return show(value)
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import warnings
 from collections.abc import Hashable
 from typing import Any, Literal
@@ -13,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+
+from torch_ext.common.context_key import id_of, key_of
 
 from .axes import AxisNames
 from .checks import Arguments, check, size_warning
@@ -72,9 +72,7 @@ class AsyncEmbContextHandle:
     token_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        digest = hashlib.blake2b(self.key().encode(), digest_size=8).digest()
-        # One bit is dropped: the id travels as a signed 64-bit attribute.
-        object.__setattr__(self, "context_id", int.from_bytes(digest, "big") >> 1)
+        object.__setattr__(self, "context_id", id_of(self.key()))
 
     @property
     def tokens_per_batch(self) -> int:
@@ -102,7 +100,7 @@ class AsyncEmbContextHandle:
             "id_policy": self.id_policy,
             "padding_id": self.padding_id,
         }
-        return json.dumps(agreed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return key_of(agreed)
 
     def attrs(self) -> dict[str, np.int64 | np.ndarray[Any, np.dtype[np.int64]]]:
         """The attributes of the native calls: int64 scalars, and for flatten_replicas an int64 array."""

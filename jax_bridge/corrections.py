@@ -7,20 +7,10 @@ import difflib
 import math
 from typing import Any
 
+from torch_ext.common.table_rules import ID_POLICIES, MAX_TOKENS, MAX_WIDTH, as_number, is_integer, read_dtype
+
 from .axes import axis_choices, mesh_problems
-from .checks import (
-    ID_POLICIES,
-    MAX_TOKENS,
-    MAX_WIDTH,
-    Arguments,
-    Checked,
-    as_number,
-    check,
-    is_integer,
-    nearest_multiples,
-    nearest_of,
-    read_dtype,
-)
+from .checks import Arguments, Checked, check, nearest_multiples, nearest_of
 from .nodes import node_sizes
 
 

@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from torch_ext.common.batches import pad_width
+
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
 from .errors import AsyncEmbError, ContextError, ContextWarning, FailedContextError, IdError, PipelineError
 from .ffi import TransformationError
-from .mesh import pad_width
 from .optimizers import RowOptimizer
 from .placing import fetch, put
 from .table_checks import TableArguments, check_table, ranks_of

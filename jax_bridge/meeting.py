@@ -28,9 +28,11 @@ from typing import Any
 
 import jax
 
+from torch_ext.common.context_key import differences
+
 from . import coordination
 from .context import AsyncEmbContextHandle
-from .errors import ContextError, Problem, raise_problems, show
+from .errors import ContextError, Problem, raise_problems
 from .topology import describe_processes, group_processes, processes_of
 
 # Of the bytes that processes exchange, and of this board.
@@ -298,20 +300,8 @@ def _compare(handle: AsyncEmbContextHandle, configurations: Mapping[int, Mapping
 
 
 def _differences(handle: AsyncEmbContextHandle, configurations: Mapping[int, Mapping[str, Any]]) -> list[Problem]:
-    problems = []
-    for field in dict.fromkeys(field for configuration in configurations.values() for field in configuration):
-        by_value: dict[str, list[int]] = {}
-        for process, values in sorted(configurations.items()):
-            by_value.setdefault(show(values.get(field)), []).append(process)
-        if len(by_value) > 1:
-            shown = ", ".join(f"{value} in {describe_processes(handle, who)}" for value, who in by_value.items())
-            problems.append(
-                Problem(
-                    f"async_emb context {handle.name!r}: {field} differs between processes: {shown}",
-                    ("Start every process with the same arguments, environment and versions",),
-                )
-            )
-    return problems
+    describe = lambda who: describe_processes(handle, list(who))  # noqa: E731
+    return differences(handle.name, configurations, describe, whose="processes")
 
 
 def _connect(

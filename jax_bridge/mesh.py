@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torch_ext.common.batches import pad_width as pad_width
+
 from .axes import AxisNames, communicator_problems, mesh_problems, read_axes
 from .errors import raise_problems
 from .mesh_outline import MeshOutline
@@ -68,13 +70,6 @@ def token_blocks(mesh: Mesh, table_axis: AxisNames, data_axis: AxisNames) -> tup
     shared = [name for name in data_names if name in table_names]  # Other data axes have size 1: they move nothing.
     in_rank_order = block_of_position.transpose([shared.index(name) for name in table_names])
     return tuple(int(block) for block in in_rank_order.flat)
-
-
-def pad_width(width: int, group_size: int) -> int:
-    """The smallest multiple of `group_size` that is not below `width` (columns, both positive)."""
-    if width < 1 or group_size < 1:
-        raise ValueError(f"pad_width needs a positive width and group_size, got {width} and {group_size}")
-    return -(-int(width) // int(group_size)) * int(group_size)
 
 
 def _checked_axes(mesh: Mesh | MeshOutline, argument: str, value: AxisNames) -> Sequence[Hashable]:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from torch_ext.common.ids import id_error
+
 from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError, IdError, PipelineError
 from .placing import spans_processes
 from .timeouts import timeout_seconds as timeout_seconds  # meetings ask here
-from .token_ids import advice_on_ids
 
 AFTER_A_FAILURE = (
     "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
@@ -199,25 +200,13 @@ def _call(function: Any, *args: Any) -> Any:
 
 
 def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError:
-    if problem["too_many_unique"]:
-        error = IdError(
-            f"async_emb {handle.name!r}: the batch of update step {problem['step']} has {problem['unique']} unique "
-            f"ids, more than num_unique={handle.num_unique}"
-        )
-        error.add_note(
-            f"The {handle.num_unique} smallest were trained. Raise num_unique; "
-            f"{handle.tokens_per_batch} (tokens_per_batch) is always enough."
-        )
-        return error
-    error = IdError(
-        f"async_emb {handle.name!r}: token id {problem['id']} at position {problem['position']} of lookup step "
-        f"{problem['step']} is outside of the table's rows [0, {problem['rows']})"
+    return id_error(
+        handle.name,
+        problem,
+        num_unique=handle.num_unique,
+        tokens_per_batch=handle.tokens_per_batch,
+        padding_id=handle.padding_id,
     )
-    error.add_note(
-        "It was dropped: its row read as zeros and its gradient went nowhere. "
-        + advice_on_ids([problem["id"]], handle.padding_id)
-    )
-    return error
 
 
 def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:

@@ -9,19 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from torch_ext.common.batches import pad_width
+from torch_ext.common.table_rules import (
+    MAX_WIDTH,
+    as_number,
+    is_integer,
+    largest,
+    narrow_padding_problem,
+    size_problem,
+)
+
 from .axes import is_mesh, mesh_shape, read_axes
-from .checks import MAX_WIDTH, Arguments, as_number, check, is_integer
+from .checks import Arguments, check
 from .corrections import find_corrections
 from .errors import Problem, raise_problems, show
-from .mesh import pad_width
 from .optimizers import RowOptimizer
 
-MAX_ROWS = 2**31 - 1
-_INT32 = np.iinfo(np.int32)
 # Arguments of make_context_handle too. The others of that are worked out from what AsyncEmbedding is given.
 _SHARED = ("table_axis", "data_axis", "name", "dtype", "id_policy", "padding_id", "num_unique")
-_MEANINGS = {"rows": "how many rows the table has", "width": "how many columns a row has, over all ranks"}
-_LIMITS = {"rows": (MAX_ROWS, "2^31)"), "width": (MAX_WIDTH, "2^20]")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +70,17 @@ def own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, An
     where = f"async_emb {show(arguments.name)}"
     problems: list[Problem] = []
     fixes: dict[str, Any] | None = {}
-    for argument, (limit, shown_limit) in _LIMITS.items():
+    for argument in ("rows", "width"):
         value = getattr(arguments, argument)
-        if is_integer(value) and 1 <= value <= limit:
+        problem = size_problem(where, argument, value)
+        if problem is None:
             continue
-        message = f"{where}: {argument}={show(value)} must be an integer in [1, {shown_limit}"
-        advice = f"{argument} is {_MEANINGS[argument]}."
-        problems.append(Problem(message, (advice,), wrong_type=not is_integer(value), arguments=(argument,)))
+        problems.append(problem)
         number = as_number(value)
         if number is None or number < 1:
             fixes = None
         elif fixes is not None:
-            fixes[argument] = min(round(number), limit)
+            fixes[argument] = min(round(number), largest(argument))
     if isinstance(arguments.optimizer, type) or not isinstance(arguments.optimizer, RowOptimizer):
         message = (
             f"{where}: optimizer={show(arguments.optimizer)} is a {type(arguments.optimizer).__name__}, but must be an "
@@ -90,11 +94,8 @@ def own_problems(arguments: TableArguments) -> tuple[list[Problem], dict[str, An
         advice = "It is called as init(key, (rows, width)) and returns a float array of that shape; None for a default."
         problems.append(Problem(message, (advice,), wrong_type=True, arguments=("init",)))
         fixes = fixes if fixes is None else fixes | {"init": None}
-    padding_id = arguments.padding_id
-    if is_integer(padding_id) and not _INT32.min <= padding_id <= _INT32.max:
-        advice = "A padding_id outside of the table, such as -1, needs no row of its own."
-        message = f"{where}: padding_id={show(int(padding_id))} does not fit int32, as token ids must"
-        problems.append(Problem(message, (advice,), arguments=("padding_id",)))
+    if narrow := narrow_padding_problem(where, arguments.padding_id):
+        problems.append(narrow)
         fixes = fixes if fixes is None else fixes | {"padding_id": -1}
     return problems, fixes
 
@@ -104,8 +105,7 @@ def _as_handle_arguments(arguments: TableArguments) -> Arguments:
     mesh = arguments.mesh
     ranks = ranks_of(mesh, arguments.table_axis)
     width = arguments.width if is_integer(arguments.width) and 1 <= arguments.width <= MAX_WIDTH else ranks
-    padding_id = arguments.padding_id
-    fits = not is_integer(padding_id) or _INT32.min <= padding_id <= _INT32.max
+    fits = narrow_padding_problem("", arguments.padding_id) is None
     devices = mesh.devices.size if is_mesh(mesh) else 1
     return Arguments(
         tokens_per_batch=ranks,
@@ -119,7 +119,7 @@ def _as_handle_arguments(arguments: TableArguments) -> Arguments:
         name=arguments.name,
         dtype=arguments.dtype,
         id_policy=arguments.id_policy,
-        padding_id=padding_id if fits else None,
+        padding_id=arguments.padding_id if fits else None,
         num_unique=ranks if arguments.num_unique is None else arguments.num_unique,
     )
 

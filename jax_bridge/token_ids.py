@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torch_ext.common.ids import advice_on_ids, require_in_table
+
 from .errors import IdError
 
+__all__ = ["advice_on_ids", "as_int32", "as_integers", "require_in_table"]
+
 _INT32 = np.iinfo(np.int32)
-# Bad ids that a message lists.
-_SHOWN = 5
 
 
 def as_integers(token_ids: Any, table: str) -> Any:
@@ -32,38 +33,6 @@ def as_integers(token_ids: Any, table: str) -> Any:
     if isinstance(ids, np.ndarray):
         return ids.astype(ids.dtype.newbyteorder("="), copy=False)
     return ids
-
-
-def require_in_table(ids: np.ndarray[Any, Any], *, table: str, rows: int, padding_id: int | None) -> None:
-    """Raises IdError where ids are neither in [0, rows) nor ``padding_id``: how many, and where the first ones are."""
-    bad = (ids < 0) | (ids >= rows)
-    if padding_id is not None:
-        bad &= ids != padding_id
-    positions = np.flatnonzero(bad)
-    if not len(positions):
-        return
-    first = [(int(ids.reshape(-1)[position]), int(position)) for position in positions[:_SHOWN]]
-    outside = f"outside of the table's rows [0, {rows})"
-    if len(positions) == 1:
-        ((bad_id, position),) = first
-        message = f"token id {bad_id} at position {position} is {outside}"
-    else:
-        shown = ", ".join(f"{bad_id} at position {position}" for bad_id, position in first)
-        more = f", and {len(positions) - _SHOWN} more" if len(positions) > _SHOWN else ""
-        message = f"{len(positions)} of {ids.size} token ids are {outside}: {shown}{more}"
-    error = IdError(f"async_emb {table!r}: {message}")
-    error.add_note(advice_on_ids(ids.reshape(-1)[positions].tolist(), padding_id))
-    raise error
-
-
-def advice_on_ids(bad: Iterable[int], padding_id: int | None) -> str:
-    """What to do about ids outside of a table."""
-    if padding_id is None and -1 in bad:
-        return (
-            "If -1 is padding here, make the table with padding_id=-1: it reads zeros and is never trained. Otherwise "
-            "fix the ids, or choose id_policy='drop' or 'clamp'."
-        )
-    return "Fix the ids, or choose id_policy='drop' or 'clamp', or name it as padding_id."
 
 
 def as_int32(ids: Any) -> Any:

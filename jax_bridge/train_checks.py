@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from .checks import is_integer
+from torch_ext.common.table_rules import is_integer
+
 from .embedding import AsyncEmbedding
 from .errors import PipelineError, Problem, raise_problems, show
 from .table_checks import staleness_problem

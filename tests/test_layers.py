@@ -3,6 +3,7 @@
 faces -> context -> comm, cpu, cuda -> core          only faces know torch, XLA and Python
 comm/c10d, below faces alone                         knows torch's process groups and tensors
 torch_ext never imports jax                          its build reads jaxlib's headers
+torch_ext.common imports neither                     so that both packages can be built on it, and start quickly
 jax_bridge reaches torch through torch_ext           and in dlpack.py
 jax_bridge.reference knows NumPy alone               so that it can disagree with the kernels
 """
@@ -181,6 +182,9 @@ def python_problems(path: PurePosixPath, text: str) -> list[str]:
 
 def may_import(path: PurePosixPath, name: str) -> bool:
     top = name.split(".")[0]
+    if path.parts[:2] == ("torch_ext", "common"):
+        own = name.startswith("torch_ext.common.")
+        return own or top in REFERENCE_PACKAGES or top in sys.stdlib_module_names
     if path.parts[0] == "torch_ext":
         return top not in JAX_PACKAGES
     if path.parts[:2] == ("jax_bridge", "reference") or path.name == "reference.py":
@@ -210,6 +214,9 @@ def test_packages_import_only_what_they_may(package):
         ("torch_ext/ops.py", "import jax_bridge"),
         ("torch_ext/ops.py", "importlib.import_module('jax.ffi')"),
         ("torch_ext/build.py", "import jax.ffi"),
+        ("torch_ext/common/errors.py", "import jax"),
+        ("torch_ext/common/errors.py", "import torch"),
+        ("torch_ext/common/errors.py", "def late():\n    from torch_ext import ranks"),
         ("torch_ext/build.py", "importlib.import_module('jax.ffi')"),
         ("jax_bridge/ops.py", "import torch"),
         ("jax_bridge/ops.py", "from torch.utils import dlpack"),
@@ -231,6 +238,9 @@ def test_a_planted_import_is_caught(path, statement):
     ("path", "statement"),
     [
         ("torch_ext/ops.py", "import torch"),
+        ("torch_ext/common/table_rules.py", "import ml_dtypes"),
+        ("torch_ext/common/table_rules.py", "from .errors import Problem"),
+        ("jax_bridge/errors.py", "from torch_ext.common.errors import IdError"),
         ("jax_bridge/runtime.py", "import torch_ext"),
         ("jax_bridge/dlpack.py", "import torch"),
         ("jax_bridge/ops.py", "import jax"),

@@ -104,6 +104,17 @@ def test_a_table_is_handed_over_as_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["words.safetensors"]
 
 
+def test_the_loop_of_torch_runs_and_learns(tmp_path: Path) -> None:
+    loss, valid, shape = run(block_with("docs/torch_module.md", "users.prefetch("), tmp_path).split(maxsplit=2)
+    assert float(loss) < 0.2  # the mean square of the targets is 1
+    assert (valid, shape.strip()) == ("True", "torch.Size([3, 16])")
+
+
+def test_threads_as_ranks_print_what_is_written(tmp_path: Path) -> None:
+    printed = run(block_with("docs/torch_module.md", "ThreadRanks(3)"), tmp_path)
+    assert printed == "True ['weight', 'accumulator', 'step']\n"
+
+
 def test_every_program_of_the_documentation_has_a_test() -> None:
     once = {"README.md": 1, "docs/checkpoints.md": 1, "docs/errors.md": 1, "docs/index.md": 1}
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -111,6 +122,7 @@ def test_every_program_of_the_documentation_has_a_test() -> None:
     assert {document: count for document, count in found.items() if count} == once | {
         "docs/step.md": 3,
         "docs/torch.md": 3,
+        "docs/torch_module.md": 2,
     }
 
 

@@ -1,40 +1,126 @@
-"""The kernels of async-emb for PyTorch: building blocks of sharded embedding tables as torch operators.
+"""async-emb for PyTorch: sharded embedding tables as a module, and their kernels as torch operators.
 
-Importing this package loads the installed native module and registers ``torch.ops.async_emb``. Where none is installed
-that fits this torch, the first use of an operator builds it, not the import. It never imports jax.
+Most programs need ``AsyncEmbedding`` and ``RowwiseAdagrad``. ``Table`` has the start and done calls beneath the module,
+and the operators are building blocks for one device.
+
+Where torch has been imported, importing this package loads the installed native module and registers
+``torch.ops.async_emb``; else the first name that needs torch does so, because ``torch_ext.common`` does not. Where none
+is installed that fits this torch, the first use of an operator builds it, not the import. Nothing here ever imports
+jax.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from torch_ext import _load
 from torch_ext._load import NativeModuleError, require_ffi_api
 
-_load.load_if_installed()
-
-from torch_ext.ops import (  # noqa: E402  (what stands for the operators exists only now)
-    gather_rows,
-    gradient_norm,
-    rowwise_adagrad_,
-    rowwise_adagrad_lazy_,
-    segment_sum,
-    unique_ids,
-)
+if TYPE_CHECKING:
+    from torch_ext.common.batches import pad_width, with_next
+    from torch_ext.common.errors import (
+        AsyncEmbError,
+        ContextError,
+        ContextTypeError,
+        ContextWarning,
+        FailedContextError,
+        IdError,
+        PipelineError,
+    )
+    from torch_ext.common.row_optimizers import RowwiseAdagrad
+    from torch_ext.embedding import AsyncEmbedding
+    from torch_ext.ops import (
+        gather_rows,
+        gradient_norm,
+        rowwise_adagrad_,
+        rowwise_adagrad_lazy_,
+        segment_sum,
+        unique_ids,
+    )
+    from torch_ext.ranks import ProcessRanks, Ranks, ThreadRanks
+    from torch_ext.table import Table, UpdateReport
 
 __all__ = [
+    "AsyncEmbError",
+    "AsyncEmbedding",
+    "ContextError",
+    "ContextTypeError",
+    "ContextWarning",
+    "FailedContextError",
+    "IdError",
     "NativeModuleError",
+    "PipelineError",
+    "ProcessRanks",
+    "Ranks",
+    "RowwiseAdagrad",
+    "Table",
+    "ThreadRanks",
+    "UpdateReport",
     "build_info",
     "gather_rows",
     "gradient_norm",
     "native",
+    "pad_width",
     "require_cuda",
     "require_ffi_api",
     "rowwise_adagrad_",
     "rowwise_adagrad_lazy_",
     "segment_sum",
     "unique_ids",
+    "with_next",
 ]
+
+_NEEDS_NOTHING = {
+    "common.batches": ("pad_width", "with_next"),
+    "common.errors": (
+        "AsyncEmbError",
+        "ContextError",
+        "ContextTypeError",
+        "ContextWarning",
+        "FailedContextError",
+        "IdError",
+        "PipelineError",
+    ),
+    "common.row_optimizers": ("RowwiseAdagrad",),
+}
+_NEEDS_THE_NATIVE_MODULE = {
+    "embedding": ("AsyncEmbedding",),
+    "ops": (
+        "gather_rows",
+        "gradient_norm",
+        "rowwise_adagrad_",
+        "rowwise_adagrad_lazy_",
+        "segment_sum",
+        "unique_ids",
+    ),
+    "ranks": ("ProcessRanks", "Ranks", "ThreadRanks"),
+    "table": ("Table", "UpdateReport"),
+}
+_MODULE_OF = {name: module for module, names in (_NEEDS_NOTHING | _NEEDS_THE_NATIVE_MODULE).items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if module in _NEEDS_THE_NATIVE_MODULE:
+        _load_once()
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value  # the next time it is found at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+@functools.cache
+def _load_once() -> None:
+    _load.load_if_installed()
 
 
 def native() -> ModuleType:
@@ -57,3 +143,7 @@ def require_cuda() -> None:
     Whether there is a GPU is another question.
     """
     _load.require_cuda(build_info())
+
+
+if "torch" in sys.modules:
+    _load_once()

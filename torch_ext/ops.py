@@ -19,7 +19,7 @@ ValueError.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -42,7 +42,13 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
     Returns:
       [*ids.shape, width], the dtype of ``table``. Differentiable in ``table``, with a sparse gradient.
+
+    Raises RuntimeError inside of transformations that differentiate a function (``torch.func.grad``, ``jvp``,
+    ``jacfwd``) and in forward mode: torch would have no gradient for it, or take it for zero. ``torch.func.vmap``
+    works.
     """
+    if not torch.compiler.is_compiling():
+        _require_no_transformation("gather_rows", table)
     return _ops.gather_rows(table, ids)
 
 
@@ -197,4 +203,17 @@ def register_rules() -> None:
         torch.library.register_fake(f"async_emb::{name}", fake)
     torch.library.register_autograd(
         "async_emb::gather_rows", operator_rules.gradient_of_gather_rows, setup_context=operator_rules.keep_ids
+    )
+
+
+def _require_no_transformation(operator: str, table: Tensor) -> None:
+    """Refuses what torch would answer with zeros, or with words that name none of our functions."""
+    functorch: Any = torch._C._functorch
+    differentiates = functorch.is_gradtrackingtensor(table)
+    if not differentiates and torch.autograd.forward_ad.unpack_dual(table).tangent is None:
+        return
+    raise RuntimeError(
+        f"torch_ext.{operator}: table is being differentiated by torch.func (grad, jvp, jacfwd, jacrev) or in forward "
+        "mode, which this operator has no rule for; use backward() or torch.autograd.grad, and let torch.func "
+        "transform a function of the rows that it returned"
     )

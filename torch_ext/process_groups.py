@@ -20,7 +20,14 @@ from torch_ext._load import load
 # Its types are incomplete: what is used here exists in all supported versions.
 dist: Any = torch.distributed
 
-__all__ = ["ProcessGroupError", "connect", "local_address_towards", "release_store", "serve_store"]
+__all__ = [
+    "ProcessGroupError",
+    "connect",
+    "connect_over",
+    "local_address_towards",
+    "release_store",
+    "serve_store",
+]
 
 
 class ProcessGroupError(RuntimeError):
@@ -90,6 +97,26 @@ def connect(
         join = lambda: open_store(store_host, port, serves=False, timeout_seconds=timeout_seconds)  # noqa: E731
         stores = _joined[address] = _Stores(join(), join())
 
+    where = f"the store at {address}"
+    return _meet(stores, rank, size, prefix=prefix, devices=devices, timeout_seconds=timeout_seconds, where=where)
+
+
+def connect_over(store: Any, rank: int, size: int, *, prefix: str, timeout_seconds: float) -> Any:
+    """As ``connect``, through a store of torch.distributed's that all processes have already."""
+    require_distributed()
+    served = store
+    while hasattr(served, "underlying_store"):
+        served = served.underlying_store
+    towards = join_address(served.host, served.port) if isinstance(served, dist.TCPStore) else None
+    devices = _devices(local_address_towards(towards) if towards else socket.gethostname())
+    where = f"the store of torch.distributed{f' at {towards}' if towards else ''}"
+    stores = _Stores(store, store.clone())
+    return _meet(stores, rank, size, prefix=prefix, devices=devices, timeout_seconds=timeout_seconds, where=where)
+
+
+def _meet(
+    stores: _Stores, rank: int, size: int, *, prefix: str, devices: list[Any], timeout_seconds: float, where: str
+) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._devices = devices
     options._timeout = timedelta(seconds=timeout_seconds)
@@ -97,7 +124,7 @@ def connect(
         backend = dist.ProcessGroupGloo(dist.PrefixStore(f"{prefix}/gloo", stores.meeting), rank, size, options)
     except RuntimeError as error:
         raise ProcessGroupError(
-            f"process {rank} of {size} could not connect to the others through the store at {address} within "
+            f"process {rank} of {size} could not connect to the others through {where} within "
             f"{timeout_seconds:g} s: {_first_line(error)}. See whether all of them run and reach this machine; "
             "GLOO_SOCKET_IFNAME=<interface> chooses the network interface"
         ) from None

@@ -11,6 +11,7 @@
 #include "cpu/kernels.h"
 #include "faces/device_calls.h"
 #include "faces/ffi_handlers.h"
+#include "faces/host_calls.h"
 #include "faces/loans.h"
 #include "faces/transports.h"
 #include "xla/ffi/api/c_api.h"
@@ -225,6 +226,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("staged", &staged);
   m.def("restore_staged", &restore_staged);
 
+  define_host_calls(m);
   define_device_calls(m);
   define_loans(m);
   define_transports(m);

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import Arguments, Checked, check, is_integer, size_warning
+from torch_ext.common.table_rules import is_integer
+
+from ..checks import Arguments, Checked, check, size_warning
 from ..errors import Problem
 from ..optimizers import RowwiseAdagrad
 from ..table_checks import TableArguments, own_problems, staleness_problem

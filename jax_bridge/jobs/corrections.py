@@ -7,7 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ..checks import check, is_integer, nearest_of
+from torch_ext.common.table_rules import is_integer
+
+from ..checks import check, nearest_of
 from ..corrections import find_corrections
 from ..table_checks import own_problems
 from .checking import CheckedJob, check_job, handle_arguments, path_of, table_arguments

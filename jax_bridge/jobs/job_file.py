@@ -13,7 +13,9 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..checks import is_integer, nearest_of
+from torch_ext.common.table_rules import is_integer
+
+from ..checks import nearest_of
 from ..errors import Problem, show
 from ..mesh_outline import MeshOutline
 from ..optimizers import RowwiseAdagrad

@@ -25,6 +25,12 @@ def test_gather_rows(dtype):
     opcheck(OPS.gather_rows.default, (batch.table, batch.ids.reshape(3, -1)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_gather_rows(dtype):
+    batch = make_batch(dtype=dtype)
+    opcheck(OPS.gather_rows.default, (batch.table.requires_grad_(), batch.ids.reshape(3, -1)))
+
+
 @pytest.mark.parametrize("tokens", [0, 300])
 def test_unique_ids(tokens):
     opcheck(OPS.unique_ids.default, (make_batch(tokens=tokens).ids,))
@@ -85,3 +91,66 @@ def test_a_whole_step_compiles_without_graph_breaks():
     unique, offsets, positions = unique_ids(eager.ids)
     rowwise_adagrad_(eager.table, eager.row_state, unique, *segment_sum(eager.grads, offsets, positions), **RULE)
     assert_same_bits(compiled.table, eager.table)
+
+
+def test_a_compiled_lookup_has_gradient_rows_and_no_break():
+    lookup = torch.compile(lambda table, ids: (gather_rows(table, ids) ** 2).sum(), backend="aot_eager", fullgraph=True)
+    compiled, eager = make_batch(), make_batch()
+    lookup(compiled.table.requires_grad_(), compiled.ids).backward()
+    (gather_rows(eager.table.requires_grad_(), eager.ids) ** 2).sum().backward()
+    assert compiled.table.grad.is_sparse
+    assert compiled.table.grad._nnz() == int((compiled.ids >= 0).sum()), "a row for each token, and no dense table"
+    assert_same_bits(compiled.table.grad.coalesce().values(), eager.table.grad.coalesce().values())
+
+
+def test_operators_whose_shapes_depend_on_shapes_alone_run_on_meta_tensors():
+    batch = make_batch()
+    table, ids, grads = (x.to("meta") for x in (batch.table, batch.ids, batch.grads))
+    assert OPS.gather_rows(table, ids).shape == (300, 12)
+    offsets, positions = (torch.empty(n, dtype=torch.int32, device="meta") for n in (8, 300))
+    sums, statistics = OPS.segment_sum(grads, offsets, positions)
+    assert (sums.shape, statistics.shape, sums.device.type) == ((7, 12), (7,), "meta")
+    assert OPS.gradient_norm(statistics).shape == ()
+    assert OPS.rowwise_adagrad_(table, batch.row_state.to("meta"), offsets[1:], sums, statistics, **RULE) is None
+    state = (batch.row_state.to("meta"), batch.last_step.to("meta"))
+    assert OPS.rowwise_adagrad_lazy_(table, *state, offsets[1:], sums, statistics, **LAZY_RULE) is None
+
+
+def test_a_step_runs_where_only_deterministic_algorithms_are_allowed():
+    results = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            batch = make_batch()
+            unique, offsets, positions = unique_ids(batch.ids)
+            gather_rows(batch.table.requires_grad_(), batch.ids).sum().backward()
+            gradient = batch.table.grad.coalesce().values()
+            table = batch.table.detach()
+            rowwise_adagrad_(table, batch.row_state, unique, *segment_sum(batch.grads, offsets, positions), **RULE)
+            results.append((gradient, table))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for plain, deterministic in zip(*results, strict=True):
+        assert_same_bits(deterministic, plain)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev])
+def test_transformations_without_a_rule_name_the_operator_and_the_way(transform):
+    batch = make_batch()
+    with pytest.raises(RuntimeError, match=r"torch_ext\.gather_rows: table is being differentiated.*use backward\(\)"):
+        transform(lambda table: gather_rows(table, batch.ids).sum())(batch.table)
+
+
+def test_forward_mode_is_refused_instead_of_being_zero():
+    batch = make_batch()
+    with torch.autograd.forward_ad.dual_level():
+        table = torch.autograd.forward_ad.make_dual(batch.table, torch.ones_like(batch.table))
+        with pytest.raises(RuntimeError, match=r"torch_ext\.gather_rows: .*in forward mode"):
+            gather_rows(table, batch.ids)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_ids_is_a_lookup_of_all():
+    batch = make_batch()
+    rows = torch.func.vmap(lambda ids: gather_rows(batch.table, ids))(batch.ids.reshape(3, -1))
+    assert_same_bits(rows, gather_rows(batch.table, batch.ids.reshape(3, -1)))
