@@ -117,7 +117,9 @@ def _native(answer: Answer, torch: Answer, jax: Answer) -> Iterator[Line]:
             yield Line("native module", "problem", f"cannot be built: {first}", " ".join(rest.split()) or BUILD)
         return
     info = found["info"]
-    text = f"{found['origin']}, built for torch {info['torch']} and jaxlib {info['jaxlib']} with {info['compiler']}"
+    text = (
+        f"{found['origin']}, built for torch {info['torch']} and jaxlib {info['jaxlib']} (compiler {info['compiler']})"
+    )
     if not found["works"]:
         yield Line("native module", "problem", f"{text}, and looks wrong rows up", f"Build it anew: {BUILD}")
     elif info.get("cuda"):
