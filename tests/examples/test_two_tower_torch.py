@@ -32,13 +32,12 @@ def run(module: str, *options: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_batches_of_a_loader_are_read_where_they_lie_and_give_the_bits_of_numpys(devices):
-    settings = Settings(batch=256, devices=devices, width=8)
+def test_batches_of_a_loader_are_read_where_they_lie_and_give_the_bits_of_numpys():
+    settings = Settings(batch=256, devices=2, width=8)
     loader = torch_loader.loader_of(STREAM, settings, workers=0, start="spawn")
     losses, shared, total = torch_loader.train(settings, STREAM, loader)
     assert shared == total == len(losses) * 256 * 16
-    trainer = AsyncTrainer(settings, STREAM, make_mesh(devices))
+    trainer = AsyncTrainer(settings, STREAM, make_mesh(2))
     try:
         pairs = trainer.pairs(STREAM.batches(settings.batch, settings.seed, 0))
         assert losses == [float(trainer.step(batch, upcoming)) for batch, upcoming in pairs]
