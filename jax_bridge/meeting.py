@@ -48,11 +48,19 @@ _OTHER_BOARD_SECONDS = 3.0
 _store_of: dict[tuple[int, ...], str] = {}
 
 
-def meet(handle: AsyncEmbContextHandle, timeout_seconds: float) -> list[Any | None]:
+def meet(
+    handle: AsyncEmbContextHandle, timeout_seconds: float, gpus: Mapping[int, int] | None = None
+) -> list[Any | None]:
     """Connects the processes that hold ranks of the same group. Every process with a device of the mesh must call it.
 
+    Args:
+        handle: whose groups.
+        timeout_seconds: how long to wait for the other processes.
+        gpus: where the mesh is of GPUs, the numbers that this process gives to its own, by device id.
+
     Returns one transport (``torch_ext._C.Transport``) a group of the handle; None where this process holds all ranks
-    of the group, or none. `group_processes` says which process is which peer.
+    of the group, or none. On GPUs three instead: for the hosts' notices, for their pulse, and between the GPUs
+    (``torch_ext._C.DeviceTransport``). `group_processes` says which process is which peer.
 
     Raises:
         ContextError: the processes do not mean the same (every field that differs is one of `problems`), or one of
@@ -63,11 +71,11 @@ def meet(handle: AsyncEmbContextHandle, timeout_seconds: float) -> list[Any | No
     if here not in everyone or len(everyone) == 1:
         return [None] * len(groups)
     deadline = _Deadline(timeout_seconds)
-    meeting = _Meeting(handle, everyone, here, deadline)
+    meeting = _Meeting(handle, everyone, here, deadline, on_gpus=bool(gpus))
     with meeting.attending():
         go = meeting.agree()
         _compare(handle, go.configurations)
-        return _connect(handle, go, everyone, here, deadline)
+        return _connect(handle, go, everyone, here, deadline, gpus or {})
 
 
 def versions() -> dict[str, str | None]:
@@ -133,9 +141,16 @@ class _Go:
 
 class _Meeting:
     def __init__(
-        self, handle: AsyncEmbContextHandle, everyone: tuple[int, ...], here: int, deadline: _Deadline
+        self,
+        handle: AsyncEmbContextHandle,
+        everyone: tuple[int, ...],
+        here: int,
+        deadline: _Deadline,
+        *,
+        on_gpus: bool = False,
     ) -> None:
         self.handle, self.everyone, self.here, self.deadline = handle, everyone, here, deadline
+        self.on_gpus = on_gpus
         self.leader = everyone[0]
         self.attempt = uuid.uuid4().hex
         name, purpose = (urllib.parse.quote(text, safe="") for text in (handle.name, handle.purpose))
@@ -150,10 +165,12 @@ class _Meeting:
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """Says that this process is here; takes that back, whatever happens."""
-        from torch_ext import process_groups
+        from torch_ext import nccl, process_groups
 
         try:
             process_groups.require_interfaces()  # before the others count on this process
+            if self.on_gpus:
+                nccl.require_environment()
             host = process_groups.local_address_towards(coordination.numbers()[0] or "localhost:1")
         except process_groups.ProcessGroupError as error:
             raise _cannot_open(self.handle, str(error)) from None
@@ -305,36 +322,56 @@ def _differences(handle: AsyncEmbContextHandle, configurations: Mapping[int, Map
 
 
 def _connect(
-    handle: AsyncEmbContextHandle, go: _Go, everyone: tuple[int, ...], here: int, deadline: _Deadline
+    handle: AsyncEmbContextHandle,
+    go: _Go,
+    everyone: tuple[int, ...],
+    here: int,
+    deadline: _Deadline,
+    gpus: Mapping[int, int],
 ) -> list[Any | None]:
-    from torch_ext import process_groups
+    from torch_ext import nccl, process_groups
 
     if _store_of.get(everyone, go.address) != go.address:  # its process was replaced
         process_groups.release_store(_store_of[everyone])
     _store_of[everyone] = go.address
-    transports: list[Any | None] = []
+    opened: list[Any] = []
+    links: list[Any | None] = []
     try:
         for group, processes in enumerate(group_processes(handle)):
             if here not in processes or len(processes) == 1:
-                transports.append(None)
+                links.append(None)
                 continue
-            transports.append(
-                process_groups.connect(
+            place, size = processes.index(here), len(processes)
+            purposes = ("", "/pulse") if gpus else ("",)
+            for purpose in purposes:
+                transport = process_groups.connect(
                     go.address,
-                    processes.index(here),
-                    len(processes),
+                    place,
+                    size,
                     hosts_store=here == everyone[0],
-                    prefix=f"{go.id}/{group}",
+                    prefix=f"{go.id}/{group}{purpose}",
                     timeout_seconds=max(1.0, deadline.remaining()),
                     host=_reachable_host(go.hosts, here),
                 )
+                opened.append(transport)
+            if not gpus:
+                links.append(transport)
+                continue
+            ranks = handle.flatten_replicas[group * handle.group_size : (group + 1) * handle.group_size]
+            between_gpus = nccl.connect(
+                go.address,
+                place,
+                size,
+                gpu=next(gpus[device] for device in ranks if device in gpus),
+                prefix=f"{go.id}/{group}",
+                timeout_seconds=max(1.0, deadline.remaining()),
             )
+            links.append((*opened[-2:], between_gpus))
     except process_groups.ProcessGroupError as error:
-        for transport in transports:
-            if transport is not None:
-                transport.end()
+        for transport in opened:
+            transport.end()
         raise _cannot_open(handle, str(error)) from None
-    return transports
+    return links
 
 
 def _reachable_host(hosts: Mapping[int, str], here: int) -> str:

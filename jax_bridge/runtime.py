@@ -49,8 +49,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
     """Opens the native context of a handle in this process; does nothing where it is open already.
 
     Raises:
-        ContextError: the native module has no kernels for a device of the mesh, the device is another process's, or
-            the name is taken by another context.
+        ContextError: the native module has no kernels for a device of the mesh, or the name is taken by another
+            context; over several processes also what `meeting.meet` raises.
     """
     module = native()
     if module.is_open(handle.context_id):
@@ -58,7 +58,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
     gpus = _local_gpus(handle)
     processes = {device.id: device.process_index for device in handle.mesh.devices.flat}
     spans = spans_processes(handle.mesh)
-    transports = _meet(handle) if spans else []
+    # What leads to the other processes, for each group of the mesh.
+    links = _meet(handle, gpus) if spans else []
     try:
         module.open_context(
             {
@@ -67,7 +68,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "name": handle.name,
                 "group_size": handle.group_size,
                 "devices": list(handle.flatten_replicas),
-                "gpus": [gpus[device] for device in handle.flatten_replicas] if gpus else [],
+                "gpus": [gpus.get(device, -1) for device in handle.flatten_replicas] if gpus else [],
                 "processes": [processes[device] for device in handle.flatten_replicas] if spans else [],
                 "process": jax.process_index(),
                 "token_blocks": list(handle.token_blocks),
@@ -80,7 +81,8 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
                 "padding_id": handle.padding_id,
                 "lookup_only": handle.purpose == "lookup",
                 "timeout_seconds": timeout_seconds(),
-                "transports": transports,
+                "transports": [] if gpus else links,
+                "device_links": links if gpus else [],
             }
         )
     except (RuntimeError, MemoryError) as error:
@@ -210,8 +212,8 @@ def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError
 
 
 def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
-    """The numbers that this process gives to the GPUs of the mesh, by device id; empty where the mesh is of CPU
-    devices. Raises where the native module has no kernels for a device, or the device is another process's."""
+    """The numbers that this process gives to its GPUs of the mesh, by device id; empty where the mesh is of CPU
+    devices. Raises where the native module has no kernels for a device, or cannot reach another process's."""
     numbers = {}
     for device in handle.mesh.devices.flat:
         where = f"async_emb context {handle.name!r}: device {device} of the mesh"
@@ -219,14 +221,9 @@ def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
             raise ContextError(
                 f"{where} is a {device.platform} device, but the native module has kernels for cpu and gpu (CUDA) only"
             )
-        if device.process_index != jax.process_index() and device.platform == "gpu":
-            raise ContextError(
-                f"{where} belongs to process {device.process_index}, but this is process {jax.process_index()}: tables "
-                "over the GPUs of several processes are not supported yet; make the mesh of one process's devices"
-            )
-        if device.platform == "gpu":
+        if device.platform == "gpu" and device.process_index == jax.process_index():
             numbers[device.id] = device.local_hardware_id
-    if numbers:
+    if any(device.platform == "gpu" for device in handle.mesh.devices.flat):
         import torch_ext
 
         try:
@@ -236,11 +233,18 @@ def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
             for note in getattr(error, "__notes__", ()):
                 refusal.add_note(note)
             raise refusal from None
+        if spans_processes(handle.mesh):
+            from torch_ext import nccl
+
+            if (reason := nccl.missing()) is not None:
+                raise ContextError(
+                    f"async_emb context {handle.name!r}: the mesh is of GPUs of several processes, but {reason}"
+                )
     return numbers
 
 
-def _meet(handle: AsyncEmbContextHandle) -> list[Any]:
+def _meet(handle: AsyncEmbContextHandle, gpus: dict[int, int]) -> list[Any]:
     """Agrees with the other processes of the mesh about the handle. What leads to them, for each of its groups."""
     from .meeting import meet
 
-    return meet(handle, timeout_seconds())
+    return meet(handle, timeout_seconds(), gpus)

@@ -38,7 +38,7 @@ REQUIREMENTS_COMMAND = 'python -m pip install "setuptools>=77.0.3" ninja "torch>
 # Patterns below csrc/. Every .cpp file in these folders is part of the module: adding one needs no edit here.
 CPP_PATTERNS = ("cpu/*.cpp", "comm/*.cpp", "comm/c10d/*.cpp", "context/*.cpp", "faces/*.cpp")
 # These only where torch and the machine have CUDA (cuda_toolkit.py).
-CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp", "faces/cuda_*.cpp")
+CUDA_PATTERNS = ("cuda/*.cu", "cuda/*.cpp", "comm/c10d/cuda_*.cpp", "faces/cuda_*.cpp")
 
 # One binary runs anywhere: csrc/cpu picks the instruction set when it starts. Contraction to FMA would make results
 # depend on the machine.

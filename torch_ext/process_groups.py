@@ -131,6 +131,11 @@ def _meet(
     return load().connect_transport(backend, dist.PrefixStore(f"{prefix}/said", stores.announcing))
 
 
+def joined_store(address: str) -> Any:
+    """The connection to the store at ``address`` that `connect` has made."""
+    return _joined[address].meeting
+
+
 def require_interfaces() -> list[str]:
     """The network interfaces that GLOO_SOCKET_IFNAME names; raises ProcessGroupError if there is none of a name."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

@@ -53,6 +53,11 @@ DeviceArena::DeviceArena(const ContextSpec& spec, const core::ColumnLayout& layo
   subtree_inbox.resize(group_size);
   pending_inbox.resize(group_size);
   for (int peer = 0; peer < spec.group_size; ++peer) {
+    if (devices[peer] == nullptr) {
+      if (token_positions.get() == nullptr) token_positions = {device, spec.tokens_per_rank};
+      if (lookup_finding.get() == nullptr) lookup_finding = {device, 1};
+      continue;
+    }
     if (!device.reads(*devices[peer])) {
       rows_inbox[peer] = {device, shard_block};
       if (token_positions.get() == nullptr) token_positions = {device, spec.tokens_per_rank};
@@ -95,7 +100,7 @@ std::int64_t DeviceArena::bytes() const {
   const auto add = [&](const auto&... arrays) { ((total += arrays.bytes()), ...); };
   add(rows, grads, ids, unique, offsets, positions, counts, sort_workspace, sum_workspace, norm_workspace, sums);
   add(subtree_sums, statistics, levels, pending, numbers, outcome, counters, bad_id, too_many, first_differing, always);
-  add(token_positions);
+  add(token_positions, lookup_finding);
   return total;
 }
 

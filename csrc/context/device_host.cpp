@@ -23,7 +23,7 @@ bool DevicePipeline::refuses(int rank, StateMachine::Refusal refusal, const char
   }
   for (auto& channel : rounds_) {
     for (Round& round : channel) {
-      if (round.step != 0 && !round.enqueued && round.begin_call >= refused_call_) round.is_void = true;
+      if (round.step != 0 && !round.running && !round.enqueued && round.begin_call >= refused_call_) round.is_void = true;
     }
   }
   changed_.notify_all();
@@ -31,9 +31,10 @@ bool DevicePipeline::refuses(int rank, StateMachine::Refusal refusal, const char
 }
 
 std::string DevicePipeline::told_by_device(int rank, const cuda::Refusal& refusal) const {
-  const Rank& me = of(rank);
+  // All ranks make the same calls, also those of other processes.
+  const Rank& one = ranks_[static_cast<std::size_t>(rank)] ? of(rank) : lead();
   std::int64_t step = 0;
-  for (const Rank::Done& done : me.dones) {
+  for (const Rank::Done& done : one.dones) {
     if (done.call == refusal.refused_call) step = done.step;
   }
   std::string what;
@@ -55,7 +56,7 @@ std::optional<std::string> DevicePipeline::take_refusal() {
   std::int64_t first = kNone;
   std::string message;
   for (int rank = 0; rank < spec_.group_size; ++rank) {
-    cuda::Refusal& refusal = *of(rank).refusal;
+    const cuda::Refusal& refusal = refusal_of(rank);
     if (refusal.kind != cuda::RefusalKind::kNone && refusal.refused_call < first) {
       first = refusal.refused_call;
       message = told_by_device(rank, refusal);
@@ -71,15 +72,19 @@ std::optional<std::string> DevicePipeline::take_refusal() {
   std::int64_t lookup_step = 0;
   std::int64_t update_step = 0;
   std::int64_t stages = 0;
-  for (auto& rank : ranks_) {
-    *rank->refusal = cuda::Refusal();
-    rank->calls = 0;
-    rank->dones = {};
-    alike = alike && rank->machine == ranks_.front()->machine;
-    lookup_step = std::max(lookup_step, rank->machine.lookup().armed);
-    update_step = std::max(update_step, rank->machine.update().armed);
-    stages = std::max(stages, rank->machine.stages());
+  std::array<std::int64_t, comm::kChannels> starts{};
+  for (int rank = 0; rank < spec_.group_size; ++rank) refusal_of(rank) = cuda::Refusal();
+  for (const int local : local_) {
+    Rank& rank = of(local);
+    rank.calls = 0;
+    rank.dones = {};
+    alike = alike && rank.machine == lead().machine;
+    lookup_step = std::max(lookup_step, rank.machine.lookup().armed);
+    update_step = std::max(update_step, rank.machine.update().armed);
+    stages = std::max(stages, rank.machine.stages());
+    for (std::size_t c = 0; c < starts.size(); ++c) starts[c] = std::max(starts[c], rank.starts[c]);
   }
+  for (const int local : local_) of(local).starts = starts;
   if (by_device || !alike) start_anew(lookup_step, update_step, stages);
   if (!by_device && !alike) {
     message +=
@@ -90,10 +95,11 @@ std::optional<std::string> DevicePipeline::take_refusal() {
 }
 
 void DevicePipeline::start_anew(std::int64_t lookup_step, std::int64_t update_step, std::int64_t stages) {
-  for (auto& rank : ranks_) {
-    rank->machine.reset(lookup_step, update_step, stages);
-    rank->armed_batch = rank->consumed_batch = rank->staged_batch = -1;
-    for (auto& batch : rank->batches) batch->holders = 0;
+  for (const int local : local_) {
+    Rank& rank = of(local);
+    rank.machine.reset(lookup_step, update_step, stages);
+    rank.armed_batch = rank.consumed_batch = rank.staged_batch = -1;
+    for (auto& batch : rank.batches) batch->holders = 0;
   }
 }
 
@@ -101,46 +107,65 @@ void DevicePipeline::start_anew(std::int64_t lookup_step, std::int64_t update_st
 
 std::optional<IdProblem> DevicePipeline::take_id_problem() {
   Lock lock(mutex_);
+  // All processes say the same, as far as the step is over on every rank of this one: then all know of it.
+  const auto is_over = [&](const IdProblem& problem) {
+    return peers_ == nullptr || std::all_of(local_.begin(), local_.end(), [&](int rank) {
+             const StateMachine& machine = of(rank).machine;
+             return problem.step <= (problem.too_many_unique ? machine.update() : machine.lookup()).consumed;
+           });
+  };
   std::optional<IdProblem> first;
-  for (auto& rank : ranks_) {
-    const auto guard = rank->device.activate();
-    for (cuda::IdFinding* found : {rank->arena.bad_id.get(), rank->arena.too_many.get()}) {
-      cuda::IdFinding finding;
-      rank->device.read(&finding, found, sizeof(finding));
-      if (finding.step == 0) continue;
-      const cuda::IdFinding none;
-      rank->device.write(found, &none, sizeof(none));
-      const IdProblem problem{.step = finding.step,
-                              .position = finding.position,
-                              .id = finding.id,
-                              .rows = rank->rows,
-                              .too_many_unique = finding.distinct > 0,
-                              .unique = finding.distinct};
-      const bool earlier =
-          !first || problem.step < first->step ||
-          (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
-      if (earlier) first = problem;
-    }
+  const auto look_at = [&](const Rank& rank, cuda::IdFinding* found) {
+    cuda::IdFinding finding;
+    rank.device.read(&finding, found, sizeof(finding));
+    const IdProblem problem{.step = finding.step,
+                            .position = finding.position,
+                            .id = finding.id,
+                            .rows = rank.rows,
+                            .too_many_unique = finding.distinct > 0,
+                            .unique = finding.distinct};
+    if (finding.step == 0 || !is_over(problem)) return;
+    const cuda::IdFinding none;
+    rank.device.write(found, &none, sizeof(none));
+    const bool earlier =
+        !first || problem.step < first->step ||
+        (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
+    if (earlier) first = problem;
+  };
+  for (const int local : local_) {
+    const Rank& rank = of(local);
+    const auto guard = rank.device.activate();
+    look_at(rank, rank.arena.bad_id.get());
+    look_at(rank, rank.arena.too_many.get());
+    if (peers_ != nullptr && leads(local)) look_at(rank, peer_bad_id_.get());
   }
   return first;
 }
 
 void DevicePipeline::return_to_first_step() {
   Lock lock(mutex_);
-  for (auto& rank : ranks_) rank->machine.return_to_first_step();
+  for (const int rank : local_) of(rank).machine.return_to_first_step();
+}
+
+std::vector<int> DevicePipeline::local_in_token_order() const {
+  std::vector<int> ranks = local_;
+  std::sort(ranks.begin(), ranks.end(), [&](int a, int b) {
+    return spec_.token_blocks[static_cast<std::size_t>(a)] < spec_.token_blocks[static_cast<std::size_t>(b)];
+  });
+  return ranks;
 }
 
 std::optional<StagedGradients> DevicePipeline::staged() const {
   Lock lock(mutex_);
-  if (!of(0).machine.staged()) return std::nullopt;
+  if (!lead().machine.staged()) return std::nullopt;
   StagedGradients result;
-  result.ids.resize(static_cast<std::size_t>(spec_.tokens()));
-  const std::int64_t block_bytes = of(0).arena.grads.bytes();
-  result.grads.resize(static_cast<std::size_t>(block_bytes * spec_.group_size));
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  const std::int64_t block_bytes = lead().arena.grads.bytes();
+  result.ids.resize(static_cast<std::size_t>(spec_.tokens_per_rank) * local_.size());
+  result.grads.resize(static_cast<std::size_t>(block_bytes) * local_.size());
+  std::int64_t block = 0;
+  for (const int rank : local_in_token_order()) {
     const Rank& me = of(rank);
     const auto guard = me.device.activate();
-    const int block = spec_.token_blocks[static_cast<std::size_t>(rank)];
     me.device.read(result.ids.data() + block * spec_.tokens_per_rank,
                    me.batches[static_cast<std::size_t>(me.staged_batch)]->ids.get(),
                    spec_.tokens_per_rank * static_cast<std::int64_t>(sizeof(std::int32_t)));
@@ -148,6 +173,7 @@ std::optional<StagedGradients> DevicePipeline::staged() const {
     std::int32_t pending = 0;
     me.device.read(&pending, me.arena.pending.get(), sizeof(pending));
     result.pending = result.pending && pending != 0;
+    ++block;
   }
   return result;
 }
@@ -156,15 +182,14 @@ void DevicePipeline::restore_staged(const StagedGradients& staged) {
   drain();
   Lock lock(mutex_);
   require_working();
-  const std::int64_t block_bytes = of(0).arena.grads.bytes();
+  const std::int64_t block_bytes = lead().arena.grads.bytes();
   check_.staged(static_cast<std::int64_t>(staged.ids.size()), static_cast<std::int64_t>(staged.grads.size()));
-  for (const auto& rank : ranks_) {
-    if (rank->machine.staged() || rank->machine.update().pending() || rank->machine.lookup().pending()) {
-      check_.not_idle();
-    }
+  for (const int rank : local_) {
+    const StateMachine& machine = of(rank).machine;
+    if (machine.staged() || machine.update().pending() || machine.lookup().pending()) check_.not_idle();
   }
   const std::int64_t rows = 1 + std::int64_t{*std::max_element(staged.ids.begin(), staged.ids.end())};
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  for (const int rank : local_) {
     Rank& me = of(rank);
     const auto guard = me.device.activate();
     const int block = spec_.token_blocks[static_cast<std::size_t>(rank)];
@@ -188,11 +213,13 @@ Stats DevicePipeline::stats() const {
   {
     Lock lock(mutex_);
     all = stats_;
+    if (peers_ != nullptr) all.bytes_sent = peers_->bytes_sent();
   }
-  for (const auto& rank : ranks_) {
+  for (const int local : local_) {
+    const Rank& rank = of(local);
     cuda::Counters counters;
-    const auto guard = rank->device.activate();
-    rank->device.read(&counters, rank->arena.counters.get(), sizeof(counters));
+    const auto guard = rank.device.activate();
+    rank.device.read(&counters, rank.arena.counters.get(), sizeof(counters));
     all.bad_ids += static_cast<std::int64_t>(counters.bad_ids);
     all.padding_ids += static_cast<std::int64_t>(counters.padding_ids);
     all.saturated += static_cast<std::int64_t>(counters.saturated);
@@ -201,7 +228,7 @@ Stats DevicePipeline::stats() const {
     all.trained_tokens += static_cast<std::int64_t>(counters.trained_tokens);
     all.unique_tokens += static_cast<std::int64_t>(counters.unique_tokens);
     // Of the calls that a device refuses the first one is known.
-    if (rank->refusal->kind != cuda::RefusalKind::kNone) ++all.refused_calls;
+    if (rank.refusal->kind != cuda::RefusalKind::kNone) ++all.refused_calls;
   }
   return all;
 }
@@ -209,10 +236,11 @@ Stats DevicePipeline::stats() const {
 std::int64_t DevicePipeline::arena_bytes() const {
   Lock lock(mutex_);
   std::int64_t total = 0;
-  for (const auto& rank : ranks_) {
-    total += rank->arena.bytes();
-    for (const auto& batch : rank->batches) total += batch->ids.bytes();
+  for (const int rank : local_) {
+    total += of(rank).arena.bytes();
+    for (const auto& batch : of(rank).batches) total += batch->ids.bytes();
   }
+  if (peers_ != nullptr) total += peers_->bytes();
   return total;
 }
 
@@ -222,46 +250,62 @@ void DevicePipeline::require_working() const {
   if (failure_) throw Error(*failure_);
 }
 
-void DevicePipeline::fail_and_throw(Failure failure) {
-  if (!failure_) failure_ = std::move(failure);
+void DevicePipeline::adopt(Failure failure) {
+  const bool first = !failure_;
+  if (first) failure_ = std::move(failure);
   changed_.notify_all();
+  if (peers_ == nullptr || !first) return;
+  // Exchanges end with anything in what they were to fill: from now on nothing is applied or delivered.
+  for (const int rank : local_) {
+    __atomic_store_n(&of(rank).refusal->refused_call, cuda::kRefusedByHost, __ATOMIC_RELEASE);
+  }
+  // A context that is closed here may go on elsewhere.
+  peers_->threads().give_up(failure_->kind == FailureKind::kUnknownContext ? "" : failure_->message);
+}
+
+void DevicePipeline::fail_and_throw(Failure failure) {
+  adopt(std::move(failure));
   throw Error(*failure_);
 }
 
 void DevicePipeline::fail(Failure failure) {
   Lock lock(mutex_);
-  if (!failure_) failure_ = std::move(failure);
-  changed_.notify_all();
+  adopt(std::move(failure));
 }
 
 std::optional<Failure> DevicePipeline::failure() const {
   Lock lock(mutex_);
-  return failure_;
+  return failure_ ? failure_ : difference_of_peers();
 }
 
 void DevicePipeline::check_timeout(Clock::time_point now) {
   Lock lock(mutex_);
   if (failure_) return;
+  lock.unlock();
+  if (auto failure = fault_of_peers()) return fail(std::move(*failure));
+  lock.lock();
+  if (failure_) return;
+  if (auto failure = difference_of_peers()) return adopt(std::move(*failure));
   for (const int channel : {kLookup, kUpdate}) {
     for (const Round& round : rounds_[static_cast<std::size_t>(channel)]) {
       if (round.step == 0 || !round.waited_for || round.enqueued || round.is_void) continue;
       if (std::chrono::duration<double>(now - round.first_wait).count() <= spec_.timeout_seconds) continue;
       std::vector<int> missing;
-      for (int rank = 0; rank < spec_.group_size; ++rank) {
+      for (const int rank : local_) {
         if (!round.ranks[static_cast<std::size_t>(rank)].here) missing.push_back(rank);
       }
-      failure_ = Failure{FailureKind::kTimeout,
-                         check_.timed_out(channel == kLookup ? "lookup_start" : "update start", round.step, missing)};
-      changed_.notify_all();
-      return;
+      if (missing.empty() && !round.running) continue;  // others are, and the wait for them has a timeout of its own
+      if (missing.empty()) missing.push_back(local_.front());  // the next call of the lead
+      return adopt({FailureKind::kTimeout, check_.timed_out(channel == kLookup ? "lookup_start" : "update start",
+                                                            round.step, missing)});
     }
   }
 }
 
 void DevicePipeline::drain() {
-  for (const auto& rank : ranks_) {
-    const auto guard = rank->device.activate();
-    rank->device.synchronize(rank->side.get());
+  for (const int rank : local_) {
+    const auto guard = of(rank).device.activate();
+    of(rank).device.synchronize(of(rank).side.get());
   }
 }
 

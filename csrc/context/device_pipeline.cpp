@@ -17,6 +17,14 @@ std::array<std::array<cuda::OwnedEvent, 3>, comm::kChannels> make_events(cuda::D
   return {three(), three()};
 }
 
+ProcessMap map_of_one(const ContextSpec& spec) {
+  ProcessMap map;
+  map.names = {spec.process};
+  map.ranks.emplace_back();
+  for (int rank = 0; rank < spec.group_size; ++rank) map.ranks.front().push_back(rank);
+  return map;
+}
+
 }  // namespace
 
 DevicePipeline::Rank::Rank(const ContextSpec& spec, const core::ColumnLayout& layout, int rank,
@@ -28,20 +36,61 @@ DevicePipeline::Rank::Rank(const ContextSpec& spec, const core::ColumnLayout& la
       side(device) {}
 
 DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus)
+    : DevicePipeline(spec, std::move(devices), std::move(gpus), map_of_one(spec), {}) {}
+
+DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus,
+                               ProcessMap map, DeviceLinks links)
     : spec_(std::move(spec)),
       devices_(std::move(devices)),
       check_(spec_, devices_),
       layout_(spec_.group_size, spec_.emb_width, spec_.logical_width),
-      element_(core::size_of(spec_.dtype)) {
+      element_(core::size_of(spec_.dtype)),
+      arrivals_(map.local()),
+      local_(arrivals_.ranks()) {
   if (spec_.group_size > cuda::kMaxRanks) {
     throw Error(FailureKind::kInvalidArgument,
                 "async_emb context '" + spec_.name + "' has " + std::to_string(spec_.group_size) +
                     " ranks in a group, more than the " + std::to_string(cuda::kMaxRanks) + " that GPUs support");
   }
+  make_ranks(gpus);
+  for (auto& channel : rounds_) {
+    for (Round& round : channel) round.ranks.resize(static_cast<std::size_t>(spec_.group_size));
+  }
+  if (map.size() == 1) return;
+  for (const int rank : local_) {
+    for (const int peer : local_) {
+      if (of(rank).device.reads(of(peer).device)) continue;
+      throw Error(FailureKind::kInvalidArgument,
+                  "async_emb context '" + spec_.name + "' spans processes, and " + check_.where("the GPU", rank) +
+                      " cannot read the memory of that of rank " + std::to_string(peer) +
+                      " in the same process: start one process for each GPU");
+    }
+  }
+  Rank& first = lead();
+  const auto guard = first.device.activate();
+  peer_refusals_.resize(static_cast<std::size_t>(spec_.group_size));
   for (int rank = 0; rank < spec_.group_size; ++rank) {
+    if (map.process_of(rank) != map.self) peer_refusals_[static_cast<std::size_t>(rank)].emplace(first.device);
+  }
+  difference_.emplace(first.device);
+  peer_bad_id_ = {first.device, 1};
+  peer_counters_ = {first.device, 1};
+  for (int channel = 0; channel < comm::kChannels; ++channel) ready_.emplace_back(first.device);
+  const auto reached = [this](comm::Channel channel, Pulse::Mark mark) {
+    const auto c = static_cast<int>(channel);
+    const auto current = lead().device.activate();
+    return lead().device.reached(mark == Pulse::Mark::kReady ? ready_[static_cast<std::size_t>(c)].get()
+                                                             : lead().closed(c));
+  };
+  peers_ = std::make_unique<DevicePeers>(spec_, layout_, std::move(map), std::move(links), first.device, reached);
+}
+
+void DevicePipeline::make_ranks(const std::vector<cuda::Device*>& gpus) {
+  ranks_.resize(static_cast<std::size_t>(spec_.group_size));
+  for (const int rank : local_) {
     const auto guard = gpus[static_cast<std::size_t>(rank)]->activate();
-    ranks_.push_back(std::make_unique<Rank>(spec_, layout_, rank, gpus));
-    Rank& me = *ranks_.back();
+    ranks_[static_cast<std::size_t>(rank)] = std::make_unique<Rank>(spec_, layout_, rank, gpus);
+    Rank& me = of(rank);
     for (int i = 0; i < kBatches; ++i) {
       me.batches.push_back(std::make_unique<DeviceBatch>());
       me.batches.back()->ids = {me.device, spec_.tokens_per_rank};
@@ -52,15 +101,13 @@ DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devic
       me.device.synchronize(me.side.get());
     }
   }
-  for (auto& channel : rounds_) {
-    for (Round& round : channel) round.ranks.resize(static_cast<std::size_t>(spec_.group_size));
-  }
 }
 
 DevicePipeline::~DevicePipeline() {
   // A device that has failed cannot be waited for, and runs nothing any more. What XLA's stream still reads of the
   // arena is safe too: memory of a GPU is freed when the GPU is done with it.
   try {
+    if (peers_ != nullptr) peers_->close();  // or the streams might wait for a process that has gone
     drain();
   } catch (const std::exception&) {
   }
@@ -92,10 +139,11 @@ DevicePipeline::Round& DevicePipeline::open(int channel, std::int64_t step, int 
   Round& round = this->round(channel, step);
   if (round.step != step) {
     round.step = step;
+    round.start = of(rank).starts[static_cast<std::size_t>(channel)];
     round.begin_call = of(rank).calls;
     round.rows = -1;
-    round.staged = false;
-    round.enqueued = round.is_void = round.waited_for = false;
+    round.staged = round.works = false;
+    round.running = round.enqueued = round.is_void = round.waited_for = false;
     for (auto& peer : round.ranks) peer = {};
   }
   if (of(rank).calls >= refused_call_) round.is_void = true;  // a peer has refused this very call
@@ -107,11 +155,14 @@ void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor&
   const std::int64_t rows = table.ndim == 2 ? table.shape[0] : 0;
   check_.lookup_start(rank, ids, rows);
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
   ++stats_.lookup_begin_calls;
+  ++me.starts[kLookup];
   if (refuses(rank, me.machine.check_lookup_start(), "lookup_start")) {
+    if (peers_ != nullptr) arrive_at_peers(kLookup, me.starts[kLookup], rank);
     return write_pin(me, me.machine.lookup().armed, pin, stream);
   }
   const std::int64_t step = me.machine.lookup_start();
@@ -142,8 +193,12 @@ void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor&
   job.step = step;
   job.first_position = spec_.token_blocks[static_cast<std::size_t>(rank)] * spec_.tokens_per_rank;
   me.device.launches().clean_ids(job, stream);
+  if (peers_ != nullptr) {
+    me.device.copy(me.arena.lookup_finding.get(), job.finding, me.arena.lookup_finding.bytes(), stream);
+  }
   write_pin(me, step, pin, stream);
   stats_.tokens += spec_.tokens_per_rank;
+  round.ranks[static_cast<std::size_t>(rank)].ids = batch.ids.get();
   round.ranks[static_cast<std::size_t>(rank)].table = data_of(table);
   arrive(kLookup, round, rank, stream);
 }
@@ -153,6 +208,7 @@ void DevicePipeline::lookup_done(int rank, const float* pin, const DLTensor* ids
   check_.rows(rows);
   if (ids != nullptr) check_.lookup_done_ids(rank, *ids);
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
@@ -211,6 +267,7 @@ void DevicePipeline::stage_update(int rank, const DLTensor& grads, const DLTenso
   check_.stage_update(rank, grads, segment_ids, unique_tokens);
   CallChecks::pending(pending);
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
@@ -252,18 +309,21 @@ void DevicePipeline::update_begin(int rank, const RuleForm& form, cuda::TakeNumb
                                   const DLTensor& row_state, const DLTensor* last_step, float* pin,
                                   cuda::Stream stream) {
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
   ++stats_.update_begin_calls;
+  ++me.starts[kUpdate];
   if (refuses(rank, me.machine.check_update_start(), "update start")) {
+    if (peers_ != nullptr) arrive_at_peers(kUpdate, me.starts[kUpdate], rank);
     return write_pin(me, me.machine.update().armed, pin, stream);
   }
   const bool staged = me.machine.update_start();
   const std::int64_t step = me.machine.update().armed;
   record("update_begin", rank, step);
   Round& round = open(kUpdate, step, rank);
-  round.staged = staged;
+  round.staged = round.works = staged;
   round.form = form;
   const std::int64_t staged_rows = staged ? me.batches[static_cast<std::size_t>(me.staged_batch)]->rows : -1;
   if (auto failure =
@@ -277,6 +337,7 @@ void DevicePipeline::update_begin(int rank, const RuleForm& form, cuda::TakeNumb
   }
   write_pin(me, step, pin, stream);
   Round::Buffers& mine = round.ranks[static_cast<std::size_t>(rank)];
+  if (staged) mine.ids = me.batches[static_cast<std::size_t>(me.staged_batch)]->ids.get();
   mine.table = data_of(table);
   mine.row_state = static_cast<float*>(data_of(row_state));
   mine.last_step = last_step != nullptr ? static_cast<std::int32_t*>(data_of(*last_step)) : nullptr;
@@ -285,6 +346,7 @@ void DevicePipeline::update_begin(int rank, const RuleForm& form, cuda::TakeNumb
 
 void DevicePipeline::update_done(int rank, const Results& results, float* pin, cuda::Stream stream) {
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
@@ -300,7 +362,7 @@ void DevicePipeline::update_done(int rank, const Results& results, float* pin, c
   deliver.norm = results.norm;
   deliver.valid = results.valid;
   deliver.pending = results.pending;
-  if (!refused && !round.is_void && round.staged) {
+  if (!refused && !round.is_void && round.works) {
     me.device.wait(stream, me.closed(kUpdate));
     look_for_refusals(kUpdate, rank, stream);
     deliver.outcome = me.arena.outcome.get();
@@ -315,6 +377,7 @@ void DevicePipeline::update_done(int rank, const Results& results, float* pin, c
 
 void DevicePipeline::settle(int rank, cuda::Stream stream) {
   Lock lock(mutex_);
+  launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();

@@ -1,4 +1,4 @@
-// One embedding table's pipeline over the ranks of one group whose shards live on GPUs of this process.
+// One embedding table's pipeline over the ranks of one group on GPUs: those of this process, where there are others.
 //
 // The same calls, states and refusals as pipeline.h, on streams. A call puts its part on XLA's stream and returns; the
 // work of a step goes to one side stream of each rank when the last rank has begun it, and events order the two. Ranks
@@ -9,6 +9,11 @@
 // The host never waits for a device. A done (and settle) waits on the host for the other ranks' threads to have begun
 // the step, because an event can only be waited for once it is recorded; a peer that does not come ends in the timeout.
 //
+// Where the group spans processes, the last rank's begin hands the round to a communication thread instead, where the
+// hosts agree about it (device_peers.h). It goes to the streams in the next call of the lead, the first rank of this
+// process, which waits on the host until all have agreed: libraries that share a GPU must launch what waits for other
+// processes in one order everywhere, and the order of a program's calls is one.
+//
 // Every round ends with all ranks waiting for each other on their side streams. So whatever follows a done on XLA's
 // stream, or a round on a side stream, comes after every peer's reads and writes of the round before.
 #pragma once
@@ -16,6 +21,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -26,16 +32,22 @@
 #include "comm/arrivals.h"
 #include "context/call_checks.h"
 #include "context/device_arena.h"
+#include "context/device_peers.h"
 #include "context/group_pipeline.h"
+#include "context/notice.h"
+#include "context/process_map.h"
 #include "context/state_machine.h"
 #include "cuda/handles.h"
 
 namespace async_emb::context {
 
-class DevicePipeline : public GroupPipeline {
+class DevicePipeline : public GroupPipeline, public std::enable_shared_from_this<DevicePipeline> {
  public:
-  // `devices` are the group's device ids in rank order, `gpus` the GPU of each.
+  // `devices` are the group's device ids in rank order, `gpus` the GPU of each, null for those of other processes.
   DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus);
+  // A group that spans processes: `links` lead to the others. For shared pointers alone.
+  DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devices, std::vector<cuda::Device*> gpus, ProcessMap map,
+                 DeviceLinks links);
   ~DevicePipeline() override;
 
   // The ordered calls of one rank, on XLA's stream of its device. Tensors and outputs are in device memory. A lookup
@@ -95,6 +107,7 @@ class DevicePipeline : public GroupPipeline {
 
     StateMachine machine;
     std::int64_t calls = 0;
+    std::array<std::int64_t, comm::kChannels> starts{};  // of the calls, refused ones too
     int armed_batch = -1;
     int consumed_batch = -1;
     int staged_batch = -1;
@@ -117,17 +130,21 @@ class DevicePipeline : public GroupPipeline {
 
   struct Round {
     std::int64_t step = 0;
+    std::int64_t start = 0;  // which start of the channel this is, refused ones counted
     std::int64_t begin_call = 0;
     std::int64_t rows = 0;
     bool staged = false;
+    bool works = false;  // gradients are staged, in every process
     RuleForm form;
     struct Buffers {
       bool here = false;
+      const std::int32_t* ids = nullptr;
       void* table = nullptr;
       float* row_state = nullptr;
       std::int32_t* last_step = nullptr;
     };
     std::vector<Buffers> ranks;
+    bool running = false;  // agreed with all processes
     bool enqueued = false;
     bool is_void = false;
     bool waited_for = false;
@@ -143,12 +160,40 @@ class DevicePipeline : public GroupPipeline {
   int take_batch(Rank& rank);
   void release(Rank& rank, int& batch);
   Round& open(int channel, std::int64_t step, int rank);
+  void make_ranks(const std::vector<cuda::Device*>& gpus);
+  Rank& lead() { return of(local_.front()); }
+  const Rank& lead() const { return of(local_.front()); }
+  bool leads(int rank) const { return rank == local_.front(); }
   // Rank has begun its part; the last one puts the work of all on the side streams.
   void arrive(int channel, Round& round, int rank, cuda::Stream stream);
   // Returns when the round's work is on the side streams or void.
   void await_peers(Lock& lock, Round& round);
+  void arrive_at_peers(int channel, std::int64_t start, int rank);
+  void agree(int channel, std::int64_t start);
+  Round* round_of_start(int channel, std::int64_t start);
+  Notice notice_of(int channel, std::int64_t start, const Round* round) const;
+  // The round goes on, unless somebody has refused its start.
+  void accept(const std::vector<Notice>& notices, Round* round);
+  // What the lead has begun in earlier calls goes to the streams, once all have agreed about it.
+  void launch_rounds(Lock& lock, int rank);
+  void launch(Lock& lock, int channel, Round& round);
+  static void note_wait(Round& round);
+  Failure failure_on_device(const char* call, const Round& round, const std::exception& error) const;
+  std::optional<Failure> fault_of_peers() const;
+  // What another process's rule has voided, as the device has found it.
+  std::optional<Failure> difference_of_peers() const;
   void enqueue_lookup(Round& round);
   void enqueue_update(Round& round);
+  void enqueue_lookup_with_peers(Round& round);
+  void enqueue_update_with_peers(Round& round);
+  void open_local(int channel, Round& round);
+  void speak(int channel, const Round& round);
+  void hear(int channel, const Round& round);
+  void follow_lead(int channel, bool takes_skip);
+  void gather_for_peers(const Round& round);
+  void place_rows(const Round& round, int rank);
+  void pack_grads(int rank);
+  void collect_from_peers(cuda::SegmentSum& job, int rank);
   void ask_for_rows(Round& round);
   void gather(Round& round, int rank);
   void sum(Round& round, int rank);
@@ -157,7 +202,11 @@ class DevicePipeline : public GroupPipeline {
   void close_round(int channel);
   // Peers' refusals count where they came before the round; the rank's own up to the call under way.
   void look_for_refusals(int channel, int rank, cuda::Stream stream);
+  cuda::Refusal& refusal_of(int rank) const;
   cuda::Refusals all_refusals() const;
+  std::int64_t moved_bytes() const;
+  std::vector<int> local_in_token_order() const;
+  void adopt(Failure failure);  // with the lock held
   void write_pin(Rank& rank, std::int64_t step, float* pin, cuda::Stream stream);
   std::string told_by_device(int rank, const cuda::Refusal& refusal) const;
   void start_anew(std::int64_t lookup_step, std::int64_t update_step, std::int64_t stages);
@@ -168,16 +217,26 @@ class DevicePipeline : public GroupPipeline {
   const CallChecks check_;
   const core::ColumnLayout layout_;
   const std::int64_t element_;
+  comm::Arrivals arrivals_;
+  const std::vector<int>& local_;  // ranks of this process
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::vector<std::unique_ptr<Rank>> ranks_;  // null for those of other processes
   std::array<std::array<Round, 2>, comm::kChannels> rounds_;
   std::optional<Failure> failure_;
   std::optional<std::string> refusal_;
   static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
   std::int64_t refused_call_ = kNone;
   Stats stats_;
+
+  // Of a group that spans processes.
+  std::vector<std::optional<cuda::Mapped<cuda::Refusal>>> peer_refusals_;  // by rank
+  std::optional<cuda::Mapped<cuda::RuleDifference>> difference_;
+  cuda::DeviceArray<cuda::IdFinding> peer_bad_id_;
+  cuda::DeviceArray<cuda::Counters> peer_counters_;  // of ids that their own process has counted
+  std::vector<cuda::OwnedEvent> ready_;  // by channel: the lead has come to the round's first exchange
+  std::unique_ptr<DevicePeers> peers_;   // goes first; null where the whole group is in this process
 };
 
 }  // namespace async_emb::context

@@ -8,6 +8,7 @@ namespace async_emb::context {
 void DevicePipeline::arrive(int channel, Round& round, int rank, cuda::Stream stream) {
   of(rank).device.record(of(rank).begun(channel), stream);
   round.ranks[static_cast<std::size_t>(rank)].here = true;
+  if (peers_ != nullptr) return arrive_at_peers(channel, round.start, rank);
   if (round.is_void || !std::all_of(round.ranks.begin(), round.ranks.end(), [](const auto& peer) { return peer.here; }))
     return;
   try {
@@ -21,23 +22,26 @@ void DevicePipeline::arrive(int channel, Round& round, int rank, cuda::Stream st
   changed_.notify_all();
 }
 
+void DevicePipeline::note_wait(Round& round) {
+  if (round.waited_for) return;
+  round.waited_for = true;
+  round.first_wait = Clock::now();
+}
+
 void DevicePipeline::await_peers(Lock& lock, Round& round) {
-  if (!round.enqueued && !round.is_void && !round.waited_for) {
-    round.waited_for = true;
-    round.first_wait = Clock::now();
-  }
+  if (!round.enqueued && !round.is_void) note_wait(round);
   changed_.wait(lock, [&] { return round.enqueued || round.is_void || failure_; });
   require_working();
 }
 
 void DevicePipeline::wait_for_all(int channel, int rank, cuda::Event (Rank::*event)(int) const) {
   const auto guard = of(rank).device.activate();
-  for (const auto& peer : ranks_) of(rank).device.wait(of(rank).side.get(), (*peer.*event)(channel));
+  for (const int peer : local_) of(rank).device.wait(of(rank).side.get(), (of(peer).*event)(channel));
 }
 
 // Everybody's side stream goes on when everybody's work is over.
 void DevicePipeline::close_round(int channel) {
-  for (int rank = 0; rank < spec_.group_size; ++rank) {
+  for (const int rank : local_) {
     Rank& me = of(rank);
     const auto guard = me.device.activate();
     wait_for_all(channel, rank, &Rank::worked);
@@ -48,8 +52,13 @@ void DevicePipeline::close_round(int channel) {
 cuda::Refusals DevicePipeline::all_refusals() const {
   cuda::Refusals all;
   all.num_ranks = spec_.group_size;
-  for (int rank = 0; rank < spec_.group_size; ++rank) all.of_rank[rank] = of(rank).refusal.get();
+  for (int rank = 0; rank < spec_.group_size; ++rank) all.of_rank[rank] = &refusal_of(rank);
   return all;
+}
+
+cuda::Refusal& DevicePipeline::refusal_of(int rank) const {
+  const auto r = static_cast<std::size_t>(rank);
+  return ranks_[r] ? *ranks_[r]->refusal : **peer_refusals_[r];
 }
 
 void DevicePipeline::look_for_refusals(int channel, int rank, cuda::Stream stream) {
@@ -77,7 +86,13 @@ void DevicePipeline::enqueue_lookup(Round& round) {
   for (int rank = 0; rank < spec_.group_size; ++rank) gather(round, rank);
   close_round(kLookup);
   ++stats_.lookups;
-  stats_.bytes_moved += spec_.tokens_per_rank * spec_.emb_width * element_ * (spec_.group_size - 1);
+  stats_.bytes_moved += moved_bytes();
+}
+
+// Of one lookup, or of the gradient rows of one update: what the ranks of this process get from all others.
+std::int64_t DevicePipeline::moved_bytes() const {
+  const auto local = static_cast<std::int64_t>(local_.size());
+  return spec_.tokens_per_rank * spec_.emb_width * element_ * local / spec_.group_size * (spec_.group_size - 1);
 }
 
 // Where a device cannot read a peer's shard, the peer gathers for it.
@@ -161,7 +176,7 @@ void DevicePipeline::enqueue_update(Round& round) {
   if (round.staged) {
     for (int rank = 0; rank < spec_.group_size; ++rank) wait_for_all(kUpdate, rank, &Rank::worked);
     for (int rank = 0; rank < spec_.group_size; ++rank) apply(round, rank);
-    stats_.bytes_moved += spec_.tokens_per_rank * spec_.emb_width * element_ * (spec_.group_size - 1);
+    stats_.bytes_moved += moved_bytes();
   }
   close_round(kUpdate);
 }
@@ -173,7 +188,9 @@ void DevicePipeline::sum(Round& round, int rank) {
   const std::int64_t limit = std::min(spec_.num_unique, spec_.tokens());
   cuda::SegmentSum& job = me.sum_job;
   job = {};
-  for (int peer = 0; peer < spec_.group_size; ++peer) {
+  job.grad_row_stride = spec_.emb_width;
+  if (peers_ != nullptr) collect_from_peers(job, rank);
+  for (int peer = 0; peer < spec_.group_size && peers_ == nullptr; ++peer) {
     const Rank& them = of(peer);
     const int block = spec_.token_blocks[static_cast<std::size_t>(peer)];
     me.device.copy_from(them.device, me.arena.ids.get() + block * spec_.tokens_per_rank,
@@ -196,14 +213,13 @@ void DevicePipeline::sum(Round& round, int rank) {
   unique.counts = me.arena.counts.get();
   unique.workspace = me.arena.sort_workspace.get();
   unique.workspace_bytes = me.arena.sort_workspace.bytes();
-  unique.finding = rank == 0 ? me.arena.too_many.get() : nullptr;
+  unique.finding = leads(rank) ? me.arena.too_many.get() : nullptr;
   unique.step = round.step;
   launches.unique_ids(unique, side);
 
   job.grad_dtype = spec_.dtype;
   job.num_blocks = spec_.group_size;
   job.tokens_per_block = spec_.tokens_per_rank;
-  job.grad_row_stride = spec_.emb_width;
   job.column_begin = layout_.column_begin(rank);
   job.width = layout_.width(rank);
   job.offsets = me.arena.offsets.get();
@@ -232,8 +248,13 @@ void DevicePipeline::apply(Round& round, int rank) {
   cuda::RowStatistic statistic;
   cuda::Decide decide;
   for (int peer = 0; peer < spec_.group_size; ++peer) {
-    const Rank& them = of(peer);
     statistic.subtrees[peer] = static_cast<std::int32_t>(layout_.subtree_count(peer));
+    if (ranks_[static_cast<std::size_t>(peer)] == nullptr) {
+      statistic.subtree_sums[peer] = peers_->sums(peer);
+      decide.pending[peer] = peers_->pending(peer);
+      continue;
+    }
+    const Rank& them = of(peer);
     statistic.subtree_sums[peer] = them.arena.subtree_sums.get();
     decide.pending[peer] = them.arena.pending.get();
     if (me.device.reads(them.device)) continue;
@@ -262,7 +283,7 @@ void DevicePipeline::apply(Round& round, int rank) {
   decide.clips = round.form.clips;
   decide.skip = me.arena.round_skip[kUpdate].get();
   decide.outcome = me.arena.outcome.get();
-  decide.counters = rank == 0 ? me.arena.counters.get() : nullptr;
+  decide.counters = leads(rank) ? me.arena.counters.get() : nullptr;
   launches.decide(decide, side);
 
   cuda::RowwiseAdagrad rule;

@@ -61,4 +61,26 @@ std::optional<std::string> disagreement(const std::vector<Notice>& notices, cons
   return std::nullopt;
 }
 
+std::string in_words(const cuda::RuleDifference& difference, bool lazy, const ProcessMap& map) {
+  // In the order of cuda::RuleNumbers, of which the first five are floats.
+  const char* const numbers[] = {"learning_rate",
+                                 "eps",
+                                 lazy ? "accum_decay_rate" : "decay_factor",
+                                 lazy ? "weight_decay_rate" : "weight_decay_factor",
+                                 "max_grad_norm",
+                                 "step",
+                                 "seed",
+                                 "rounding_step"};
+  static_assert(sizeof(cuda::RuleNumbers) == 4 * std::size(numbers));
+  const auto text = [&](std::uint32_t bits) {
+    if (difference.number < 5) return text_of(core::float_of(bits));
+    return difference.number == 5 ? text_of(static_cast<std::int32_t>(bits)) : text_of(bits);
+  };
+  const auto on = [&](int process) { return " on process " + std::to_string(map.names[static_cast<std::size_t>(process)]); };
+  std::string mine = text(difference.mine) + on(map.self);
+  std::string theirs = text(difference.theirs) + on(difference.process);
+  if (difference.process < map.self) std::swap(mine, theirs);
+  return std::string(numbers[difference.number]) + " is " + mine + " and " + theirs;
+}
+
 }  // namespace async_emb::context

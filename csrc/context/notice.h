@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "context/group_pipeline.h"
+#include "context/process_map.h"
 #include "context/round.h"
+#include "cuda/launches.h"
 
 namespace async_emb::context {
 
@@ -29,5 +31,8 @@ struct Notice {
 // How the notices of one start, by process, disagree: the first difference, in words, or nothing. `names` are the
 // processes' numbers in the program.
 std::optional<std::string> disagreement(const std::vector<Notice>& notices, const std::vector<int>& names);
+
+// The same of the numbers of a rule, which only GPUs know: "learning_rate is 0.05 on process 0 and 0.1 on process 1".
+std::string in_words(const cuda::RuleDifference& difference, bool lazy, const ProcessMap& map);
 
 }  // namespace async_emb::context

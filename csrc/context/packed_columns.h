@@ -36,6 +36,8 @@ class PackedColumns {
   // Of one row, packed.
   std::int64_t bytes() const { return packed_bytes_; }
   std::int64_t row_bytes() const { return row_bytes_; }
+  // Ascending, with gaps between them.
+  const std::vector<Run>& runs() const { return runs_; }
 
   void pack(const void* rows, std::int64_t count, void* packed) const {
     const char* from = static_cast<const char*>(rows);

@@ -2,11 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
-#include <mutex>
-#include <thread>
 #include <utility>
 
 #include "core/layout.h"
@@ -20,59 +16,12 @@ char* after_notice(const Buffer& buffer) { return buffer.as<char>() + kNoticeByt
 
 }  // namespace
 
-// What the two threads of this side need. They hold it, so it outlives the Peers.
-struct Peers::State {
-  std::shared_ptr<comm::Transport> transport;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::function<void()>> tasks;
-  bool stops = false;
-  std::optional<std::string> farewell;  // to be announced, unless it is empty, before everything ends
-  std::optional<std::string> told;
-
-  void work() {
-    std::unique_lock lock(mutex);
-    for (;;) {
-      changed.wait(lock, [&] { return stops || !tasks.empty(); });
-      if (tasks.empty()) return;
-      std::function<void()> task = std::move(tasks.front());
-      tasks.pop_front();
-      lock.unlock();
-      task();
-      task = nullptr;  // it may hold the last reference to the pipeline
-      lock.lock();
-    }
-  }
-
-  // Apart from the work, which may be waiting for a process that will not come.
-  void listen(std::chrono::duration<double> pause) {
-    std::unique_lock lock(mutex);
-    for (;;) {
-      changed.wait_for(lock, pause, [&] { return stops || farewell; });
-      if (farewell) {
-        const std::string why = *std::exchange(farewell, std::nullopt);
-        lock.unlock();
-        if (!why.empty()) transport->announce(why);
-        transport->end();  // and no earlier: its connections close, and the others must know why
-        lock.lock();
-      } else if (stops) {
-        lock.unlock();
-        transport->end();
-        return;
-      } else if (!told) {
-        lock.unlock();
-        std::optional<std::string> heard = transport->announced();
-        lock.lock();
-        told = std::move(heard);
-        if (told) changed.notify_all();
-      }
-    }
-  }
-};
-
 Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessMap map,
              std::shared_ptr<comm::Transport> transport)
-    : spec_(spec), map_(std::move(map)), state_(std::make_shared<State>()) {
+    : spec_(spec),
+      map_(std::move(map)),
+      transport_(std::move(transport)),
+      threads_(transport_, spec.timeout_seconds) {
   const std::int64_t element = core::size_of(spec.dtype);
   const std::int64_t row_bytes = spec.emb_width * element;
   const std::int64_t unique = std::min(spec.num_unique, spec.tokens());
@@ -106,55 +55,12 @@ Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessM
   }
 
   if (!spec.lookup_only) sums_out_ = Buffer(unique * subtrees_[self].bytes());
-
-  state_->transport = std::move(transport);
-  std::thread([state = state_] { state->work(); }).detach();
-  std::thread([state = state_, pause = listening_pause()] { state->listen(pause); }).detach();
-}
-
-std::chrono::duration<double> Peers::listening_pause() const {
-  return std::chrono::duration<double>(std::clamp(spec_.timeout_seconds / 20, 0.01, 1.0));
-}
-
-Peers::~Peers() {
-  {
-    std::lock_guard lock(state_->mutex);
-    state_->stops = true;
-  }
-  state_->changed.notify_all();
-}
-
-void Peers::post(std::function<void()> task) {
-  {
-    std::lock_guard lock(state_->mutex);
-    state_->tasks.push_back(std::move(task));
-  }
-  state_->changed.notify_all();
-}
-
-void Peers::give_up(const std::string& why) noexcept {
-  {
-    std::lock_guard lock(state_->mutex);
-    if (!state_->farewell) state_->farewell = why;
-  }
-  state_->changed.notify_all();
-}
-
-std::optional<std::string> Peers::told() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->told;
-}
-
-std::optional<std::string> Peers::wait_until_told() const {
-  std::unique_lock lock(state_->mutex);
-  state_->changed.wait_for(lock, 2 * listening_pause(), [&] { return state_->told || state_->farewell; });
-  return state_->told;
 }
 
 void Peers::exchange_blocks() {
   const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(std::min(spec_.timeout_seconds, 1e8)));
-  state_->transport->exchange(sent_, received_, timeout);
+  transport_->exchange(sent_, received_, timeout);
   for (std::size_t process = 0; process < sent_.size(); ++process) {
     if (static_cast<int>(process) != map_.self) bytes_sent_.fetch_add(sent_[process].bytes, std::memory_order_relaxed);
   }

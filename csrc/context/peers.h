@@ -7,13 +7,9 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "comm/transport.h"
@@ -21,6 +17,7 @@
 #include "context/column_sharded.h"
 #include "context/notice.h"
 #include "context/packed_columns.h"
+#include "context/peer_threads.h"
 #include "context/process_map.h"
 #include "context/spec.h"
 
@@ -31,16 +28,15 @@ class Peers {
   // `spec` is kept by reference.
   Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessMap map,
         std::shared_ptr<comm::Transport> transport);
-  ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
   const ProcessMap& map() const { return map_; }
 
-  // Runs `task` on the communication thread, after those that were posted before. It must not throw.
-  void post(std::function<void()> task);
+  PeerThreads& threads() { return threads_; }
+  const PeerThreads& threads() const { return threads_; }
 
-  // What follows is for that thread and throws comm::TransportError.
+  // What follows is for their communication thread and throws comm::TransportError.
 
   // Everybody's notice, by process. `ids`, of the whole group in token order, come with it: those of this process's
   // tokens are there, the others are filled in. Null for a start that was refused here.
@@ -68,18 +64,11 @@ class Peers {
   void stage(int rank, const void* grads);
   void unstage(int rank, void* grads) const;
 
-  // Lets the other processes know why, unless `why` is empty, and ends every exchange. Returns at once.
-  void give_up(const std::string& why) noexcept;
-  // Why another process has given up, as far as it is known; and after a moment in which one may still say so.
-  std::optional<std::string> told() const;
-  std::optional<std::string> wait_until_told() const;
-
   // Bytes that have left this process.
   std::int64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
   std::int64_t bytes() const;  // of the buffers
 
  private:
-  struct State;
   struct Peer {
     std::int64_t tokens = 0;
     Buffer ids_out, ids_in;      // Notice and ids
@@ -88,8 +77,6 @@ class Peers {
     Buffer sums_in;              // [own slice of the rows, its subtrees]
   };
 
-  // How often one asks whether another process has given up.
-  std::chrono::duration<double> listening_pause() const;
   void exchange(Buffer Peer::* out, Buffer Peer::* in);
   void exchange_blocks();
   Slice slice_of(std::size_t process, std::int64_t unique) const;
@@ -97,6 +84,7 @@ class Peers {
 
   const ContextSpec& spec_;
   const ProcessMap map_;
+  const std::shared_ptr<comm::Transport> transport_;
   std::vector<PackedColumns> columns_;   // by process: within rows of the table
   std::vector<PackedColumns> subtrees_;  // by process: within the subtree sums of a row
   std::vector<Peer> peers_;              // by process; the own one's buffers are empty
@@ -105,7 +93,7 @@ class Peers {
   std::vector<comm::Block> sent_;
   std::vector<comm::Inbox> received_;
   std::atomic<std::int64_t> bytes_sent_{0};
-  std::shared_ptr<State> state_;  // shared with the threads
+  PeerThreads threads_;
 };
 
 }  // namespace async_emb::context

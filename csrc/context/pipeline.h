@@ -130,7 +130,6 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   bool take_notices(const std::vector<Notice>& notices, const char* call, Round* round);
   std::vector<int> local_in_token_order() const;
   void why_refused(Notice& notice) const;
-  Failure failure_of(const comm::TransportError& error, const char* call, std::int64_t step) const;
   void finish_lookup(int rank, LookupRound& round);
   void run_lookup(std::int64_t step);
   void gather(std::int64_t step);

@@ -128,7 +128,7 @@ void Pipeline::adopt(Failure failure) {
   fail_waiting();
   if (peers_ == nullptr || !first) return;
   // A context that is closed here may go on elsewhere.
-  peers_->give_up(failure_->kind == FailureKind::kUnknownContext ? "" : failure_->message);
+  peers_->threads().give_up(failure_->kind == FailureKind::kUnknownContext ? "" : failure_->message);
 }
 
 std::optional<Failure> Pipeline::failure() const {
@@ -155,7 +155,7 @@ void Pipeline::fail_waiting() {
 }
 
 void Pipeline::check_timeout(Clock::time_point now) {
-  if (const auto told = peers_ != nullptr ? peers_->told() : std::nullopt) {
+  if (const auto told = peers_ != nullptr ? peers_->threads().told() : std::nullopt) {
     fail({FailureKind::kPeer, *told});
     return;
   }

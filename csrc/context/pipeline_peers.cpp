@@ -1,8 +1,8 @@
 // What a step does with the other processes of its group: on the communication thread, which may wait for them.
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "context/peer_faults.h"
 #include "context/pipeline.h"
 
 namespace async_emb::context {
@@ -18,30 +18,6 @@ auto* round_of_start(Rounds& rounds, std::int64_t start) {
 }
 
 }  // namespace
-
-Failure Pipeline::failure_of(const comm::TransportError& error, const char* call, std::int64_t step) const {
-  std::vector<int> ranks;
-  for (const int peer : error.peers()) {
-    const std::vector<int>& theirs = peers_->map().ranks[static_cast<std::size_t>(peer)];
-    ranks.insert(ranks.end(), theirs.begin(), theirs.end());
-  }
-  std::sort(ranks.begin(), ranks.end());
-  switch (error.kind()) {
-    case comm::TransportError::Kind::kTimeout:
-      // Some of several may only wait for another one, which their own exchange says better.
-      if (error.peers().size() > 1) {
-        if (const auto told = peers_->wait_until_told()) return {FailureKind::kPeer, *told};
-      }
-      return {FailureKind::kTimeout, check_.timed_out(call, step, ranks)};
-    case comm::TransportError::Kind::kLost:
-      // Who gives up says so before it closes its connections.
-      if (const auto told = peers_->wait_until_told()) return {FailureKind::kPeer, *told};
-      return {FailureKind::kPeer, check_.lost(call, step, ranks, error.what())};
-    case comm::TransportError::Kind::kEnded:
-      break;
-  }
-  return {FailureKind::kAborted, check_.of_step(call, step) + " was ended"};
-}
 
 void Pipeline::begin_running(Progress& round) {
   round.running = true;
@@ -62,7 +38,7 @@ void Pipeline::with_peers(const char* call, std::int64_t step, Progress* round, 
     body();
     return;
   } catch (const comm::TransportError& error) {
-    failure = failure_of(error, call, step);
+    failure = failure_of(error, call, step, check_, peers_->map(), peers_->threads());
   } catch (const Error& error) {
     failure = Failure{error.kind(), error.what()};
   } catch (const std::exception& error) {
@@ -189,7 +165,7 @@ void Pipeline::share_sums(std::int64_t step) {
         if (!self->peers_->slices()) {
           self->decide(step);
         } else {
-          self->peers_->post([self, step] { self->share_statistics(step); });
+          self->peers_->threads().post([self, step] { self->share_statistics(step); });
         }
       });
     });

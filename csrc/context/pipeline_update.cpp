@@ -211,7 +211,7 @@ void Pipeline::index_then_sum(std::int64_t step) {
           work_.statistics(0, batch->unique_count);
           decide(step);
         } else {
-          peers_->post([self = shared_from_this(), step] { self->share_sums(step); });
+          peers_->threads().post([self = shared_from_this(), step] { self->share_sums(step); });
         }
       });
 }

@@ -63,13 +63,13 @@ void set_gpu_source(GpuSource source) {
 }
 
 std::shared_ptr<GroupPipeline> Context::make_group(const ContextSpec& spec, Executor& executor, std::size_t first,
-                                                   const Transports& transports) const {
+                                                   const Transports& transports, const GroupLinks& links) const {
   const std::size_t size = static_cast<std::size_t>(spec.group_size);
   std::vector<std::int64_t> devices(spec.devices.begin() + first, spec.devices.begin() + first + size);
   ProcessMap map = map_processes(spec, first);
   if (map.self < 0) return nullptr;
+  const std::size_t group = first / size;
   if (spec.gpus.empty()) {
-    const std::size_t group = first / size;
     std::shared_ptr<comm::Transport> transport = group < transports.size() ? transports[group] : nullptr;
     if (map.size() > 1 && !transport) {
       throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec.name + "' spans " +
@@ -87,18 +87,24 @@ std::shared_ptr<GroupPipeline> Context::make_group(const ContextSpec& spec, Exec
     throw Error(FailureKind::kInvalidArgument,
                 "async_emb context '" + spec.name + "' is on GPUs, but the native module was built without CUDA");
   }
-  if (map.size() > 1) {
-    throw Error(FailureKind::kInvalidArgument,
-                "async_emb context '" + spec.name + "' spans several processes with GPUs, which is not supported yet");
+  std::vector<cuda::Device*> gpus(size, nullptr);
+  for (const int rank : map.local()) {
+    const auto r = static_cast<std::size_t>(rank);
+    gpus[r] = &source(spec.gpus[first + r]);
   }
-  std::vector<cuda::Device*> gpus;
-  for (std::size_t i = first; i < first + size; ++i) gpus.push_back(&source(spec.gpus[i]));
-  return std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus));
+  if (map.size() == 1) return std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus));
+  DeviceLinks own = group < links.size() ? links[group] : DeviceLinks();
+  if (!own.notices || !own.pulse || !own.bytes) {
+    throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec.name + "' spans " +
+                                                   std::to_string(map.size()) +
+                                                   " processes with GPUs, but no transport leads to the others");
+  }
+  return std::make_shared<DevicePipeline>(spec, std::move(devices), std::move(gpus), std::move(map), std::move(own));
 }
 
-Context::Context(const ContextSpec& spec, Executor& executor, const Transports& transports) {
+Context::Context(const ContextSpec& spec, Executor& executor, const Transports& transports, const GroupLinks& links) {
   for (std::size_t first = 0; first < spec.devices.size(); first += static_cast<std::size_t>(spec.group_size)) {
-    all_.push_back(make_group(spec, executor, first, transports));
+    all_.push_back(make_group(spec, executor, first, transports, links));
     if (all_.back()) groups_.push_back(all_.back());
   }
   if (groups_.empty()) {
@@ -107,7 +113,7 @@ Context::Context(const ContextSpec& spec, Executor& executor, const Transports& 
   }
 }
 
-void open_context(const ContextSpec& spec, const Transports& transports) {
+void open_context(const ContextSpec& spec, const Transports& transports, const GroupLinks& links) {
   Registry& all = registry();
   std::lock_guard opening(all.opening);
   {
@@ -128,7 +134,7 @@ void open_context(const ContextSpec& spec, const Transports& transports) {
                                                    std::to_string(spec.group_size));
   }
   Entry entry;
-  entry.context = std::make_shared<Context>(spec, Executor::shared(), transports);
+  entry.context = std::make_shared<Context>(spec, Executor::shared(), transports, links);
   for (std::size_t i = 0; i < spec.devices.size(); ++i) {
     if (!spec.processes.empty() && spec.processes[i] != spec.process) continue;
     const std::shared_ptr<GroupPipeline>& group = entry.context->group_of(i);

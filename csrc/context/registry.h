@@ -16,11 +16,13 @@ namespace async_emb::context {
 // What leads each group of the mesh to its other processes, in the order of spec.devices: null where all its ranks are
 // in this process. Empty where that holds for every group.
 using Transports = std::vector<std::shared_ptr<comm::Transport>>;
+// The same for groups on GPUs, whose links hold a transport between hosts too.
+using GroupLinks = std::vector<DeviceLinks>;
 
 // One table's pipelines, one for each group of the mesh that has a rank in this process.
 class Context {
  public:
-  Context(const ContextSpec& spec, Executor& executor, const Transports& transports);
+  Context(const ContextSpec& spec, Executor& executor, const Transports& transports, const GroupLinks& links);
 
   const ContextSpec& spec() const { return groups_.front()->spec(); }
   const std::vector<std::shared_ptr<GroupPipeline>>& groups() const { return groups_; }
@@ -31,7 +33,7 @@ class Context {
 
  private:
   std::shared_ptr<GroupPipeline> make_group(const ContextSpec& spec, Executor& executor, std::size_t first,
-                                            const Transports& transports) const;
+                                            const Transports& transports, const GroupLinks& links) const;
 
   std::vector<std::shared_ptr<GroupPipeline>> all_;  // by group of the mesh
   std::vector<std::shared_ptr<GroupPipeline>> groups_;
@@ -50,7 +52,7 @@ using GpuSource = std::function<cuda::Device&(int ordinal)>;
 void set_gpu_source(GpuSource source);
 
 // Opens a context, or does nothing where the same one is open. A different key under the same id is refused.
-void open_context(const ContextSpec& spec, const Transports& transports = {});
+void open_context(const ContextSpec& spec, const Transports& transports = {}, const GroupLinks& links = {});
 bool is_open(std::int64_t id);
 
 // Throws Error(kUnknownContext) that says whether it was closed or never opened.

@@ -8,6 +8,8 @@ namespace async_emb::cuda {
 namespace gpu {
 
 void open_round(const OpenRound& job, Stream stream) { cuda::open_round<GpuRunner>(job, stream); }
+void speak_to_peers(const SpeakToPeers& job, Stream stream) { cuda::speak_to_peers<GpuRunner>(job, stream); }
+void hear_peers(const HearPeers& job, Stream stream) { cuda::hear_peers<GpuRunner>(job, stream); }
 void take_pending(const TakePending& job, Stream stream) { cuda::take_pending<GpuRunner>(job, stream); }
 void take_numbers(const TakeNumbers& job, Stream stream) { cuda::take_numbers<GpuRunner>(job, stream); }
 void deliver_outcome(const DeliverOutcome& job, Stream stream) { cuda::deliver_outcome<GpuRunner>(job, stream); }
@@ -25,6 +27,8 @@ const Launches& launches() {
       .ids_of_segments = gpu::ids_of_segments,
       .check_lookup = gpu::check_lookup,
       .open_round = gpu::open_round,
+      .speak_to_peers = gpu::speak_to_peers,
+      .hear_peers = gpu::hear_peers,
       .gather_rows = gpu::gather_rows,
       .deliver_rows = gpu::deliver_rows,
       .unique_ids = gpu::unique_ids,

@@ -1,6 +1,7 @@
 // What one lane does between the large jobs: operands in, decisions out.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/launches.h"
@@ -26,6 +27,84 @@ struct LookForRefusals : OneLaneBody {
       skip = skip || read_shared(&job.refusals.of_rank[rank]->refused_call) <= job.call;
     }
     *job.skip = skip ? 1 : 0;
+  }
+};
+
+struct WriteWord : OneLaneBody {
+  SpeakToPeers job;
+
+  static const char* name() { return "speak_to_peers"; }
+  ASYNC_EMB_INLINE void operator()(core::OneLane, Share) const {
+    PeerWord word;
+    for (int rank = 0; rank < job.refusals.num_ranks; ++rank) {
+      const Refusal* const refusal = job.refusals.of_rank[rank];
+      if (refusal == nullptr) continue;
+      const std::int64_t call = read_shared(&refusal->refused_call);
+      if (call > job.call || call >= word.refusal.refused_call) continue;
+      word.refusal = *refusal;
+      word.refusal.refused_call = call;
+      word.rank = rank;
+    }
+    for (int i = 0; i < job.num_findings; ++i) {
+      const IdFinding& finding = *job.findings[i];
+      if (finding.step != job.step) continue;
+      if (word.finding.step == 0 || finding.position < word.finding.position) word.finding = finding;
+    }
+    if (job.numbers != nullptr) word.numbers = *job.numbers;
+    *job.word = word;
+  }
+};
+
+struct ReadWords : OneLaneBody {
+  HearPeers job;
+
+  static const char* name() { return "hear_peers"; }
+  ASYNC_EMB_INLINE void operator()(core::OneLane, Share) const {
+    if (read_shared(&job.own->refused_call) == kRefusedByHost) {
+      *job.skip = 1;
+      return;
+    }
+    for (int process = 0; process < job.num_processes; ++process) {
+      if (job.words[process] == nullptr) continue;
+      const PeerWord& word = *job.words[process];
+      if (word.refusal.refused_call != kNeverRefused) keep(word);
+      if (job.finding != nullptr && word.finding.step != 0) keep(word.finding);
+      if (job.numbers != nullptr) compare(word.numbers, process);
+    }
+  }
+
+ private:
+  ASYNC_EMB_INLINE void keep(const PeerWord& word) const {
+    *job.skip = 1;
+    Refusal* const known = job.refusals[word.rank];
+    if (read_shared(&known->refused_call) != kNeverRefused) return;
+    known->kind = word.refusal.kind;
+    known->pin = word.refusal.pin;
+    known->position = word.refusal.position;
+    known->given = word.refusal.given;
+    known->armed = word.refusal.armed;
+    write_last(word.refusal.refused_call, &known->refused_call);
+  }
+  ASYNC_EMB_INLINE void keep(const IdFinding& finding) const {
+    IdFinding& known = *job.finding;
+    if (known.step == 0 || (known.step == finding.step && finding.position < known.position)) known = finding;
+  }
+  ASYNC_EMB_INLINE void compare(const RuleNumbers& theirs, int process) const {
+    static_assert(sizeof(RuleNumbers) % sizeof(std::uint32_t) == 0);
+    const auto* const a = reinterpret_cast<const std::uint32_t*>(job.numbers);
+    const auto* const b = reinterpret_cast<const std::uint32_t*>(&theirs);
+    for (std::size_t i = 0; i < sizeof(RuleNumbers) / sizeof(std::uint32_t); ++i) {
+      if (a[i] == b[i]) continue;
+      *job.skip = 1;
+      RuleDifference* const known = job.difference;
+      if (read_shared(&known->step) != 0) return;
+      known->process = process;
+      known->number = static_cast<std::int32_t>(i);
+      known->mine = a[i];
+      known->theirs = b[i];
+      write_last(job.step, &known->step);
+      return;
+    }
   }
 };
 

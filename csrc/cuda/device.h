@@ -40,6 +40,8 @@ class Device {
   virtual void record(Event event, Stream stream) = 0;
   // What is put on `stream` from now on runs after the event's last record, on whichever device that was.
   virtual void wait(Stream stream, Event event) = 0;
+  // Whether everything before the event's last record is done. Never blocks.
+  virtual bool reached(Event event) = 0;
   // Blocks the host; only for opening, closing, and what the host reads.
   virtual void synchronize(Stream stream) = 0;
 

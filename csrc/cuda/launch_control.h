@@ -14,6 +14,16 @@ void open_round(const OpenRound& job, Stream stream) {
 }
 
 template <class Runner>
+void speak_to_peers(const SpeakToPeers& job, Stream stream) {
+  Runner::run(WriteWord{{}, job}, 1, stream);
+}
+
+template <class Runner>
+void hear_peers(const HearPeers& job, Stream stream) {
+  Runner::run(ReadWords{{}, job}, 1, stream);
+}
+
+template <class Runner>
 void take_pending(const TakePending& job, Stream stream) {
   Runner::run(ReadPending{{}, job}, 1, stream);
 }

@@ -9,6 +9,8 @@ void clean_ids(const CleanIds& job, Stream stream);
 void ids_of_segments(const IdsOfSegments& job, Stream stream);
 void check_lookup(const CheckLookup& job, Stream stream);
 void open_round(const OpenRound& job, Stream stream);
+void speak_to_peers(const SpeakToPeers& job, Stream stream);
+void hear_peers(const HearPeers& job, Stream stream);
 void gather_rows(const GatherRows& job, Stream stream);
 void deliver_rows(const DeliverRows& job, Stream stream);
 void unique_ids(const UniqueIds& job, Stream stream);

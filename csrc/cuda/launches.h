@@ -22,6 +22,7 @@ inline constexpr int kMaxRanks = 64;
 // ---- what the device decides
 
 inline constexpr std::int64_t kNeverRefused = INT64_MAX;
+inline constexpr std::int64_t kRefusedByHost = 0;  // before any call: the pipeline has failed
 
 enum class RefusalKind : std::int32_t { kNone = 0, kStalePin = 1, kOtherBatch = 2 };
 
@@ -87,6 +88,24 @@ struct Outcome {
   float clip = 1;
 };
 
+// What a process tells every other one at the start of a round, in front of its ids.
+struct PeerWord {
+  Refusal refusal;        // the first of its ranks' that voids the round; kNeverRefused: none
+  std::int32_t rank = 0;  // whose it is
+  std::int32_t unused = 0;
+  IdFinding finding;    // of this lookup; step 0: none
+  RuleNumbers numbers;  // of this update
+};
+
+// The first number of a rule in which two processes differ, as bits. In mapped host memory; `step` is written last.
+struct RuleDifference {
+  std::int64_t step = 0;  // 0: none
+  std::int32_t process = 0;
+  std::int32_t number = 0;  // its place among RuleNumbers
+  std::uint32_t mine = 0;
+  std::uint32_t theirs = 0;
+};
+
 // ---- jobs
 
 // Cleans token ids (core::clean_id) into `out`, counts, and keeps the first bad one if `report_bad`.
@@ -146,6 +165,32 @@ struct OpenRound {
   Refusals refusals;
   std::int64_t call = 0;
   const std::int32_t* also = nullptr;  // the round's own skip, where a done looks again; may be null
+  std::int32_t* skip = nullptr;
+};
+
+// Writes this process's word about a round. The refusals of other processes' ranks are null.
+struct SpeakToPeers {
+  Refusals refusals;
+  std::int64_t call = 0;
+  const IdFinding* findings[kMaxRanks] = {};  // of this process's ranks
+  int num_findings = 0;
+  std::int64_t step = 0;                 // findings of other steps were told, or are yet to be
+  const RuleNumbers* numbers = nullptr;  // null for a lookup
+  PeerWord* word = nullptr;
+};
+
+// Reads the words of all other processes. A refusal is kept in the place of its rank, in mapped host memory, and voids
+// the round: *skip becomes 1. So does a rule that differs from `numbers`. Where the host has refused everything, because
+// the exchange was broken off, the words may be anything: the round is void, and nothing is kept.
+struct HearPeers {
+  const Refusal* own = nullptr;  // of a rank of this process; refused_call is kRefusedByHost where the host has
+  const PeerWord* words[kMaxRanks] = {};  // by process, null for this one
+  int num_processes = 0;
+  Refusal* refusals[kMaxRanks] = {};     // by rank of the group, null for those of this process
+  IdFinding* finding = nullptr;          // the earliest one stays
+  const RuleNumbers* numbers = nullptr;  // null for a lookup
+  RuleDifference* difference = nullptr;  // in mapped host memory; the first one stays
+  std::int64_t step = 0;
   std::int32_t* skip = nullptr;
 };
 
@@ -302,6 +347,8 @@ struct Launches {
   void (*ids_of_segments)(const IdsOfSegments&, Stream);
   void (*check_lookup)(const CheckLookup&, Stream);
   void (*open_round)(const OpenRound&, Stream);
+  void (*speak_to_peers)(const SpeakToPeers&, Stream);
+  void (*hear_peers)(const HearPeers&, Stream);
   void (*gather_rows)(const GatherRows&, Stream);
   void (*deliver_rows)(const DeliverRows&, Stream);
   void (*unique_ids)(const UniqueIds&, Stream);

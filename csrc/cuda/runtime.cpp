@@ -104,6 +104,15 @@ class RuntimeDevice : public Device {
     check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0),
           "a stream cannot wait for an event");
   }
+  bool reached(Event event) override {
+    const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    if (status == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check(status, "work on the side stream has failed");
+    return true;
+  }
   void synchronize(Stream stream) override {
     check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "work on the side stream has failed");
   }

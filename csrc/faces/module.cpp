@@ -75,11 +75,20 @@ void open(const py::dict& fields) {
   spec.lookup_only = fields["lookup_only"].cast<bool>();
   spec.timeout_seconds = fields["timeout_seconds"].cast<double>();
   const auto transports = fields["transports"].cast<context::Transports>();
+  context::GroupLinks links;
+  for (const py::handle link : fields["device_links"]) {
+    context::DeviceLinks& own = links.emplace_back();
+    if (link.is_none()) continue;
+    const auto three = link.cast<py::tuple>();
+    own.notices = three[0].cast<std::shared_ptr<comm::Transport>>();
+    own.pulse = three[1].cast<std::shared_ptr<comm::Transport>>();
+    own.bytes = three[2].cast<std::shared_ptr<comm::DeviceTransport>>();
+  }
   py::gil_scoped_release unlocked;
 #if defined(ASYNC_EMB_WITH_CUDA)
   context::set_gpu_source(cuda::device);
 #endif
-  context::open_context(spec, transports);
+  context::open_context(spec, transports, links);
 }
 
 py::dict stats(std::int64_t id) {
@@ -230,6 +239,9 @@ PYBIND11_MODULE(_C, m) {
   define_device_calls(m);
   define_loans(m);
   define_transports(m);
+#if defined(ASYNC_EMB_WITH_CUDA)
+  define_cuda_transports(m);
+#endif
 
   m.def("start_timeline", [] { context::Timeline::shared().start(); });
   m.def("stop_timeline", &stop_timeline);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/c10d/process_group.h"
+#include "comm/device_transport.h"
 #include "comm/transport.h"
 
 namespace py = pybind11;
@@ -32,17 +33,6 @@ const char* name_of(TransportError::Kind kind) {
   return "unknown";
 }
 
-// torch's classes, whatever the smart pointer that its own module keeps them by.
-template <typename T>
-c10::intrusive_ptr<T> shared(const py::handle& object, const char* expected) {
-  try {
-    return c10::intrusive_ptr<T>::reclaim_copy(&py::cast<T&>(object));
-  } catch (const py::cast_error&) {
-    throw py::type_error("a transport needs a " + std::string(expected) + " of torch.distributed, got " +
-                         py::str(py::type::of(object)).cast<std::string>());
-  }
-}
-
 std::shared_ptr<Transport> connect(const py::object& backend, const py::object& store) {
   auto group = shared<::c10d::Backend>(backend, "Backend");
   if (group->getBackendName() != "gloo") {
@@ -50,12 +40,6 @@ std::shared_ptr<Transport> connect(const py::object& backend, const py::object& 
                           group->getBackendName());
   }
   return std::make_shared<comm::ProcessGroupTransport>(std::move(group), shared<::c10d::Store>(store, "Store"));
-}
-
-std::chrono::nanoseconds nanoseconds(double seconds) {
-  constexpr double kCentury = 3.2e9;
-  if (!(seconds >= 0)) throw py::value_error("timeout_seconds=" + std::to_string(seconds) + " is negative");
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, kCentury) * 1e9));
 }
 
 // Sends and fills bytes of the caller's where they lie, one buffer a process; None for no bytes.
@@ -105,6 +89,12 @@ py::list exchange(Transport& transport, const std::vector<std::string>& sent, co
 
 }  // namespace
 
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  constexpr double kCentury = 3.2e9;
+  if (!(seconds >= 0)) throw py::value_error("timeout_seconds=" + std::to_string(seconds) + " is negative");
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, kCentury) * 1e9));
+}
+
 void define_transports(py::module_& m) {
   // An OSError with two attributes more: `kind` ("timeout", "lost" or "ended") and `peers`.
   // Kept for good: it may be raised while the interpreter ends.
@@ -130,6 +120,10 @@ void define_transports(py::module_& m) {
       .def("end", &Transport::end, unlocked)
       .def("announce", &Transport::announce, py::arg("failure"), unlocked)
       .def("announced", &Transport::announced, unlocked);
+  py::class_<comm::DeviceTransport, std::shared_ptr<comm::DeviceTransport>>(m, "DeviceTransport")
+      .def_property_readonly("size", &comm::DeviceTransport::size)
+      .def_property_readonly("self", &comm::DeviceTransport::self)
+      .def("abort", &comm::DeviceTransport::abort, unlocked);
   m.def("connect_transport", &connect, py::arg("backend"), py::arg("store"));
 }
 

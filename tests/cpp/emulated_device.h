@@ -37,6 +37,10 @@ class EmulatedEvent {
     std::lock_guard lock(mutex_);
     return recorded_;
   }
+  bool reached() {
+    std::lock_guard lock(mutex_);
+    return reached_ >= recorded_;
+  }
   void reach(std::int64_t record) {
     std::lock_guard lock(mutex_);
     reached_ = std::max(reached_, record);
@@ -116,6 +120,8 @@ inline const Launches& streamed_launches() {
     launches.ids_of_segments = on_stream<&Launches::ids_of_segments, IdsOfSegments>;
     launches.check_lookup = on_stream<&Launches::check_lookup, CheckLookup>;
     launches.open_round = on_stream<&Launches::open_round, OpenRound>;
+    launches.speak_to_peers = on_stream<&Launches::speak_to_peers, SpeakToPeers>;
+    launches.hear_peers = on_stream<&Launches::hear_peers, HearPeers>;
     launches.gather_rows = on_stream<&Launches::gather_rows, GatherRows>;
     launches.deliver_rows = on_stream<&Launches::deliver_rows, DeliverRows>;
     launches.unique_ids = on_stream<&Launches::unique_ids, UniqueIds>;
@@ -150,6 +156,9 @@ class EmulatedDevice : public Device {
   // Devices of different clusters do not read each other's memory.
   explicit EmulatedDevice(int cluster = 0) : cluster_(cluster) {}
   ~EmulatedDevice() override { EXPECT_EQ(objects_, 0) << "memory, streams or events outlive their pipeline"; }
+
+  // Allocations, streams and events that live.
+  int objects() const { return objects_; }
 
   const Launches& launches() const override { return streamed_launches(); }
   std::unique_ptr<Guard> activate() override { return std::make_unique<Guard>(); }
@@ -192,6 +201,7 @@ class EmulatedDevice : public Device {
     auto* const e = static_cast<EmulatedEvent*>(event);
     static_cast<EmulatedStream*>(stream)->put([e, record = e->last_record()] { e->await(record); });
   }
+  bool reached(Event event) override { return static_cast<EmulatedEvent*>(event)->reached(); }
   void synchronize(Stream stream) override { static_cast<EmulatedStream*>(stream)->synchronize(); }
 
   void copy(void* to, const void* from, std::int64_t bytes, Stream stream) override {

@@ -70,6 +70,7 @@ RULES = (
     Rule("unique ids", "(MakeKeys|FinishUnique|WritePositions)", registers=64),
     Rule("clean ids", "(WriteRows<|NoteFirst<)", registers=64),
     Rule("refusals", "(FindDifference|ForgetDifference|LookForRefusals|RefuseLookup)", registers=64),
+    Rule("words between processes", "(WriteWord|ReadWords)", registers=64),
     Rule("operands and results", "(ReadNumbers|ReadPending|WriteOutcome|WritePin)", registers=64),
 )
 

@@ -242,7 +242,7 @@ def test_sources_with_cuda_are_those_without_and_more():
     without, everything = build.sources(), build.sources(with_cuda=True)
     more = [path.relative_to(build.csrc_root()) for path in everything if path not in without]
     assert [path for path in everything if path in without] == without
-    assert all(path.parts[0] == "cuda" or path.match("faces/cuda_*.cpp") for path in more)
+    assert all(path.parts[0] == "cuda" or path.match("cuda_*.cpp") for path in more)
     assert not any(path.suffix == ".cu" for path in without)
 
 
