@@ -16,8 +16,8 @@ class DeviceTransport {
   virtual int self() const = 0;
 
   // Puts on `stream` (a cudaStream_t of this transport's GPU) that sent[p] goes to every other process p and
-  // received[p] is filled from it, all of it in one operation; what comes later on the stream comes after. Blocks are in
-  // the GPU's memory and stay until then. The entries of self are not looked at, an empty block is not sent, and the
+  // received[p] is filled from it, all of it in one operation; what comes later on the stream comes after. Blocks are
+  // in the GPU's memory and stay until then. The entries of self are not looked at, an empty block is not sent, and the
   // two ends of a block agree about its size. All processes make the same exchanges in the same order, each from one
   // thread at a time, which may have to wait for the library, never for a GPU.
   //

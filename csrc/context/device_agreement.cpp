@@ -86,9 +86,9 @@ void DevicePipeline::agree(int channel, std::int64_t start) {
     const std::vector<Notice>& notices = peers_->exchange_notices(mine);
     if (const auto what = disagreement(notices, peers_->map().names)) {
       const std::int64_t step = round != nullptr ? round->step : notices.front().step;
-      failure = Failure{FailureKind::kInvalidArgument,
-                        check_.of_step(call, step) + ": " + *what +
-                            ". All processes must run one program with one configuration"};
+      failure =
+          Failure{FailureKind::kInvalidArgument, check_.of_step(call, step) + ": " + *what +
+                                                     ". All processes must run one program with one configuration"};
     } else {
       accept(notices, round);
     }
@@ -190,9 +190,9 @@ std::optional<Failure> DevicePipeline::difference_of_peers() const {
   const std::int64_t step = __atomic_load_n(&found.step, __ATOMIC_ACQUIRE);
   if (step == 0) return std::nullopt;
   const bool lazy = rounds_[kUpdate][static_cast<std::size_t>(step % 2)].form.lazy;
-  return Failure{FailureKind::kInvalidArgument,
-                 check_.of_step("update start", step) + ": " + in_words(found, lazy, peers_->map()) +
-                     ". All processes must run one program with one configuration"};
+  return Failure{FailureKind::kInvalidArgument, check_.of_step("update start", step) + ": " +
+                                                    in_words(found, lazy, peers_->map()) +
+                                                    ". All processes must run one program with one configuration"};
 }
 
 }  // namespace async_emb::context

@@ -44,14 +44,15 @@ struct DeviceArena {
   std::array<cuda::DeviceArray<std::int32_t>, 2> round_skip, done_skip;
   cuda::DeviceArray<std::int32_t> always;  // 1: for a done that the host refuses
 
-  // For peers of this process whose memory this device cannot read: what they send, by rank; empty where it is not needed.
+  // For peers of this process whose memory this device cannot read: what they send, by rank; empty where it is not
+  // needed.
   std::vector<cuda::DeviceArray<char>> rows_inbox;     // [tokens_per_rank, shard_width]
   std::vector<cuda::DeviceArray<char>> rows_outbox;    // the same, gathered here for that peer
   std::vector<cuda::DeviceArray<std::int32_t>> asked;  // ids of that peer's tokens
   std::vector<cuda::DeviceArray<char>> grads_inbox;    // [tokens_per_rank, emb_width]
   std::vector<cuda::DeviceArray<float>> subtree_inbox;
   std::vector<cuda::DeviceArray<std::int32_t>> pending_inbox;
-  cuda::DeviceArray<std::int32_t> token_positions;  // 0, 1, 2, ...
+  cuda::DeviceArray<std::int32_t> token_positions;    // 0, 1, 2, ...
   cuda::DeviceArray<cuda::IdFinding> lookup_finding;  // `bad_id` as the last lookup left it, for other processes
 
   // `devices` by rank, null for those of other processes.

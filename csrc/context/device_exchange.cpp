@@ -245,9 +245,8 @@ void DevicePipeline::collect_from_peers(cuda::SegmentSum& job, int rank) {
     const bool is_local = ranks_[static_cast<std::size_t>(peer)] != nullptr;
     me.device.copy_from(lead().device, me.arena.ids.get() + block * spec_.tokens_per_rank,
                         is_local ? peers_->own_ids(peer) : peers_->ids(peer), id_bytes, me.side.get());
-    job.blocks[block] =
-        reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(peers_->grads(peer)) -
-                                      static_cast<std::uintptr_t>(shift));
+    job.blocks[block] = reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(peers_->grads(peer)) -
+                                                      static_cast<std::uintptr_t>(shift));
   }
   job.grad_row_stride = peers_->columns(peers_->map().self).bytes() / element_;
 }

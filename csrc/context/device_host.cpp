@@ -23,7 +23,8 @@ bool DevicePipeline::refuses(int rank, StateMachine::Refusal refusal, const char
   }
   for (auto& channel : rounds_) {
     for (Round& round : channel) {
-      if (round.step != 0 && !round.running && !round.enqueued && round.begin_call >= refused_call_) round.is_void = true;
+      if (round.step != 0 && !round.running && !round.enqueued && round.begin_call >= refused_call_)
+        round.is_void = true;
     }
   }
   changed_.notify_all();
@@ -127,9 +128,8 @@ std::optional<IdProblem> DevicePipeline::take_id_problem() {
     if (finding.step == 0 || !is_over(problem)) return;
     const cuda::IdFinding none;
     rank.device.write(found, &none, sizeof(none));
-    const bool earlier =
-        !first || problem.step < first->step ||
-        (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
+    const bool earlier = !first || problem.step < first->step ||
+                         (problem.step == first->step && !first->too_many_unique && problem.position < first->position);
     if (earlier) first = problem;
   };
   for (const int local : local_) {
@@ -296,8 +296,8 @@ void DevicePipeline::check_timeout(Clock::time_point now) {
       }
       if (missing.empty() && !round.running) continue;  // others are, and the wait for them has a timeout of its own
       if (missing.empty()) missing.push_back(local_.front());  // the next call of the lead
-      return adopt({FailureKind::kTimeout, check_.timed_out(channel == kLookup ? "lookup_start" : "update start",
-                                                            round.step, missing)});
+      return adopt({FailureKind::kTimeout,
+                    check_.timed_out(channel == kLookup ? "lookup_start" : "update start", round.step, missing)});
     }
   }
 }

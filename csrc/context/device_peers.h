@@ -83,7 +83,8 @@ class DevicePeers {
   }
   const std::int32_t* pending(int rank) const { return at<std::int32_t>(in_of(rank) + pending_at(), rank, 4); }
   std::int32_t* ids(int rank) const {
-    return at<std::int32_t>(peer_of(rank).first_in.get() + ids_at(map_.process_of(rank)), rank, spec_.tokens_per_rank * 4);
+    return at<std::int32_t>(peer_of(rank).first_in.get() + ids_at(map_.process_of(rank)), rank,
+                            spec_.tokens_per_rank * 4);
   }
 
   // Own columns of the rows of a peer's rank's tokens, and its columns of an own rank's: [tokens_per_rank, columns].

@@ -60,10 +60,10 @@ DevicePipeline::DevicePipeline(ContextSpec spec, std::vector<std::int64_t> devic
   for (const int rank : local_) {
     for (const int peer : local_) {
       if (of(rank).device.reads(of(peer).device)) continue;
-      throw Error(FailureKind::kInvalidArgument,
-                  "async_emb context '" + spec_.name + "' spans processes, and " + check_.where("the GPU", rank) +
-                      " cannot read the memory of that of rank " + std::to_string(peer) +
-                      " in the same process: start one process for each GPU");
+      throw Error(FailureKind::kInvalidArgument, "async_emb context '" + spec_.name + "' spans processes, and " +
+                                                     check_.where("the GPU", rank) +
+                                                     " cannot read the memory of that of rank " + std::to_string(peer) +
+                                                     " in the same process: start one process for each GPU");
     }
   }
   Rank& first = lead();

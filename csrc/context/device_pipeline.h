@@ -235,8 +235,8 @@ class DevicePipeline : public GroupPipeline, public std::enable_shared_from_this
   std::optional<cuda::Mapped<cuda::RuleDifference>> difference_;
   cuda::DeviceArray<cuda::IdFinding> peer_bad_id_;
   cuda::DeviceArray<cuda::Counters> peer_counters_;  // of ids that their own process has counted
-  std::vector<cuda::OwnedEvent> ready_;  // by channel: the lead has come to the round's first exchange
-  std::unique_ptr<DevicePeers> peers_;   // goes first; null where the whole group is in this process
+  std::vector<cuda::OwnedEvent> ready_;              // by channel: the lead has come to the round's first exchange
+  std::unique_ptr<DevicePeers> peers_;               // goes first; null where the whole group is in this process
 };
 
 }  // namespace async_emb::context

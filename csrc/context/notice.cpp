@@ -76,7 +76,9 @@ std::string in_words(const cuda::RuleDifference& difference, bool lazy, const Pr
     if (difference.number < 5) return text_of(core::float_of(bits));
     return difference.number == 5 ? text_of(static_cast<std::int32_t>(bits)) : text_of(bits);
   };
-  const auto on = [&](int process) { return " on process " + std::to_string(map.names[static_cast<std::size_t>(process)]); };
+  const auto on = [&](int process) {
+    return " on process " + std::to_string(map.names[static_cast<std::size_t>(process)]);
+  };
   std::string mine = text(difference.mine) + on(map.self);
   std::string theirs = text(difference.theirs) + on(difference.process);
   if (difference.process < map.self) std::swap(mine, theirs);

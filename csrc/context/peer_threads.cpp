@@ -72,8 +72,7 @@ struct PeerThreads::State {
 };
 
 PeerThreads::PeerThreads(std::shared_ptr<comm::Transport> transport, double timeout_seconds, Hooks hooks)
-    : pause_(pause_of(timeout_seconds)),
-      state_(std::make_shared<State>(std::move(transport), std::move(hooks))) {
+    : pause_(pause_of(timeout_seconds)), state_(std::make_shared<State>(std::move(transport), std::move(hooks))) {
   std::thread([state = state_] { state->work(); }).detach();
   std::thread([state = state_, pause = pause_] { state->listen(pause); }).detach();
 }

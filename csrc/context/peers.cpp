@@ -18,10 +18,7 @@ char* after_notice(const Buffer& buffer) { return buffer.as<char>() + kNoticeByt
 
 Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessMap map,
              std::shared_ptr<comm::Transport> transport)
-    : spec_(spec),
-      map_(std::move(map)),
-      transport_(std::move(transport)),
-      threads_(transport_, spec.timeout_seconds) {
+    : spec_(spec), map_(std::move(map)), transport_(std::move(transport)), threads_(transport_, spec.timeout_seconds) {
   const std::int64_t element = core::size_of(spec.dtype);
   const std::int64_t row_bytes = spec.emb_width * element;
   const std::int64_t unique = std::min(spec.num_unique, spec.tokens());

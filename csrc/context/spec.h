@@ -16,10 +16,10 @@ struct ContextSpec {
   std::string name;
   int group_size = 1;
   std::vector<std::int64_t> devices;  // device ids of every group, in rank order, concatenated
-  std::vector<int> gpus;              // ordinals of the same devices where they are GPUs (-1: another process's), else empty
-  std::vector<int> processes;         // that have the same devices; empty where all are this process's
-  int process = 0;                    // this one
-  std::vector<int> token_blocks;      // [group_size]: which block of the global token array each rank holds
+  std::vector<int> gpus;       // ordinals of the same devices where they are GPUs (-1: another process's), else empty
+  std::vector<int> processes;  // that have the same devices; empty where all are this process's
+  int process = 0;             // this one
+  std::vector<int> token_blocks;  // [group_size]: which block of the global token array each rank holds
   std::int64_t tokens_per_rank = 0;
   std::int64_t emb_width = 0;      // columns of the whole table, padding included
   std::int64_t logical_width = 0;  // columns that count

@@ -180,8 +180,8 @@ struct SpeakToPeers {
 };
 
 // Reads the words of all other processes. A refusal is kept in the place of its rank, in mapped host memory, and voids
-// the round: *skip becomes 1. So does a rule that differs from `numbers`. Where the host has refused everything, because
-// the exchange was broken off, the words may be anything: the round is void, and nothing is kept.
+// the round: *skip becomes 1. So does a rule that differs from `numbers`. Where the host has refused everything,
+// because the exchange was broken off, the words may be anything: the round is void, and nothing is kept.
 struct HearPeers {
   const Refusal* own = nullptr;  // of a rank of this process; refused_call is kRefusedByHost where the host has
   const PeerWord* words[kMaxRanks] = {};  // by process, null for this one

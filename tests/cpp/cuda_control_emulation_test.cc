@@ -1,6 +1,7 @@
 // The small jobs between the large ones: what the device decides, reads and hands over.
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -185,6 +186,118 @@ TEST(CudaControlEmulation, WritesPinsAndPositions) {
   emulated_launches().write_positions(positions.data(), 1000, nullptr);
   for (std::int32_t i = 0; i < 1000; ++i) ASSERT_EQ(positions[static_cast<std::size_t>(i)], i);
   EXPECT_EQ(positions[1000], -1);
+}
+
+// ---- words between processes
+
+// Process 0 has ranks 0 and 2, process 1 has ranks 1 and 3.
+struct Words {
+  Refusal refusals[4];
+  cuda::IdFinding found[2];
+  cuda::RuleNumbers numbers;
+  cuda::PeerWord word;
+
+  Refusal heard[4];  // in process 1
+  Refusal own;
+  cuda::RuleNumbers theirs;
+  cuda::RuleDifference difference;
+  cuda::IdFinding finding;
+  std::int32_t skip = 0;
+
+  void speak(bool of_update = false) {
+    cuda::SpeakToPeers job;
+    job.refusals.num_ranks = 4;
+    job.refusals.of_rank[0] = &refusals[0];
+    job.refusals.of_rank[2] = &refusals[2];
+    job.call = 10;
+    job.findings[0] = &found[0];
+    job.findings[1] = &found[1];
+    job.num_findings = 2;
+    job.step = 5;
+    job.numbers = of_update ? &numbers : nullptr;
+    job.word = &word;
+    emulated_launches().speak_to_peers(job, nullptr);
+  }
+  void hear(bool of_update = false) {
+    cuda::HearPeers job;
+    job.own = &own;
+    job.words[0] = &word;
+    job.num_processes = 2;
+    job.refusals[0] = &heard[0];
+    job.refusals[2] = &heard[2];
+    job.finding = &finding;
+    job.numbers = of_update ? &theirs : nullptr;
+    job.difference = &difference;
+    job.step = 5;
+    job.skip = &skip;
+    emulated_launches().hear_peers(job, nullptr);
+  }
+};
+
+TEST(CudaControlEmulation, TellsPeersNothingWhereThereIsNothing) {
+  Words words;
+  words.refusals[2].refused_call = 11;  // of a later call than the round's
+  words.found[0] = {4, 1, 99, 0};       // of an earlier step
+  words.speak(true);
+  words.hear(true);
+  EXPECT_EQ(words.skip, 0);
+  EXPECT_EQ(words.finding.step, 0);
+  EXPECT_EQ(words.difference.step, 0);
+  for (const Refusal& refusal : words.heard) EXPECT_EQ(refusal.refused_call, cuda::kNeverRefused);
+}
+
+TEST(CudaControlEmulation, TellsPeersTheFirstRefusalAndWhoseItIs) {
+  Words words;
+  words.refusals[0] = {9, RefusalKind::kStalePin, 3, -1, 0, 0};
+  words.refusals[2] = {8, RefusalKind::kOtherBatch, 0, 6, 21, 22};
+  words.speak();
+  words.hear();
+  EXPECT_EQ(words.skip, 1);
+  EXPECT_EQ(words.heard[0].refused_call, cuda::kNeverRefused);
+  EXPECT_EQ(words.heard[2].refused_call, 8);
+  EXPECT_EQ(words.heard[2].kind, RefusalKind::kOtherBatch);
+  EXPECT_EQ(words.heard[2].position, 6);
+  EXPECT_EQ(words.heard[2].given, 21);
+  EXPECT_EQ(words.heard[2].armed, 22);
+}
+
+TEST(CudaControlEmulation, TellsPeersTheFirstBadIdOfTheStep) {
+  Words words;
+  words.found[0] = {5, 13, 70, 0};
+  words.found[1] = {5, 4, 60, 0};
+  words.speak();
+  words.hear();
+  EXPECT_EQ(words.skip, 0);
+  EXPECT_EQ(words.finding.position, 4);
+  EXPECT_EQ(words.finding.id, 60);
+  words.finding = {5, 2, 50, 0};
+  words.hear();
+  EXPECT_EQ(words.finding.id, 50);
+}
+
+TEST(CudaControlEmulation, TellsPeersAnyNumberOfARuleThatDiffers) {
+  for (std::size_t number = 0; number < sizeof(cuda::RuleNumbers) / 4; ++number) {
+    Words words;
+    reinterpret_cast<std::uint32_t*>(&words.numbers)[number] ^= 1u;
+    words.speak(true);
+    words.hear(true);
+    EXPECT_EQ(words.skip, 1) << number;
+    EXPECT_EQ(words.difference.step, 5) << number;
+    EXPECT_EQ(words.difference.process, 0) << number;
+    EXPECT_EQ(words.difference.number, static_cast<std::int32_t>(number));
+    EXPECT_EQ(words.difference.mine ^ words.difference.theirs, 1u) << number;
+  }
+}
+
+TEST(CudaControlEmulation, KeepsNothingOfWhatABrokenExchangeHasLeft) {
+  Words words;
+  words.speak();
+  std::memset(static_cast<void*>(&words.word), 0x11, sizeof(words.word));
+  words.own.refused_call = cuda::kRefusedByHost;
+  words.hear(true);
+  EXPECT_EQ(words.skip, 1);
+  EXPECT_EQ(words.finding.step, 0);
+  EXPECT_EQ(words.difference.step, 0);
 }
 
 }  // namespace

@@ -94,11 +94,11 @@ class DeviceNetwork::End final : public DeviceTransport {
       if (network_->aborted_.contains(self_)) throw std::runtime_error("the communicator was aborted");
       number = ++network_->exchanges_[static_cast<std::size_t>(self_)];
     }
-    static_cast<cuda::EmulatedStream*>(stream)->put(
-        [network = network_, self = self_, number, sent = std::vector<Block>(sent.begin(), sent.end()),
-         received = std::vector<Inbox>(received.begin(), received.end())] {
-          network->run(self, number, sent, received);
-        });
+    static_cast<cuda::EmulatedStream*>(stream)->put([network = network_, self = self_, number,
+                                                     sent = std::vector<Block>(sent.begin(), sent.end()),
+                                                     received = std::vector<Inbox>(received.begin(), received.end())] {
+      network->run(self, number, sent, received);
+    });
   }
 
   void abort() noexcept override {

@@ -49,8 +49,8 @@ struct DeviceProcesses {
     }
     for (int rank = 0; rank < spec.group_size; ++rank) {
       const auto r = static_cast<std::size_t>(rank);
-      ranks.push_back(std::make_unique<DeviceRankCalls>(
-          *pipelines[static_cast<std::size_t>(map.process_of(rank))], *gpus[r], rank, *shards[r]));
+      ranks.push_back(std::make_unique<DeviceRankCalls>(*pipelines[static_cast<std::size_t>(map.process_of(rank))],
+                                                        *gpus[r], rank, *shards[r]));
     }
   }
 

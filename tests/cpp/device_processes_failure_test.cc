@@ -158,9 +158,10 @@ TEST(DeviceProcesses, NameTheOneWhoseGpuDoesNotCome) {
   });
   for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
   for (const auto& pipeline : setting.group.pipelines) {
-    EXPECT_EQ(failure_of(*pipeline),
-              "async_emb 'users' timed out after 0.4 s in lookup_start of step 1: missing rank 1 (device 11, process 1). "
-              "Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer");
+    EXPECT_EQ(
+        failure_of(*pipeline),
+        "async_emb 'users' timed out after 0.4 s in lookup_start of step 1: missing rank 1 (device 11, process 1). "
+        "Set ASYNC_EMB_TIMEOUT_SECONDS to wait longer");
   }
   goes_on = true;
 }

@@ -57,8 +57,7 @@ void CudaProcessGroupTransport::exchange(std::span<const Block> sent, std::span<
   if (!any) return;
 
   const auto index = static_cast<c10::DeviceIndex>(ordinal_);
-  const c10::cuda::CUDAStreamGuard guard(
-      c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(stream), index));
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(stream), index));
   // Borrowed: neither torch's allocator nor a destructor of a tensor's has to do with this memory.
   const auto tensors_at = [&](void* data, std::int64_t bytes) {
     return std::vector<at::Tensor>{at::for_blob(data, {bytes})
