@@ -75,8 +75,9 @@ void open(const py::dict& fields) {
   spec.lookup_only = fields["lookup_only"].cast<bool>();
   spec.timeout_seconds = fields["timeout_seconds"].cast<double>();
   const auto transports = fields["transports"].cast<context::Transports>();
+  // Of groups on GPUs that span processes, and of no others.
   context::GroupLinks links;
-  for (const py::handle link : fields["device_links"]) {
+  for (const py::handle link : fields.contains("device_links") ? py::object(fields["device_links"]) : py::list()) {
     context::DeviceLinks& own = links.emplace_back();
     if (link.is_none()) continue;
     const auto three = link.cast<py::tuple>();
