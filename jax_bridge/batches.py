@@ -59,10 +59,21 @@ def place(tables: Tables, ids: Ids) -> Ids:
     return placed
 
 
-def idle_ids(tables: Tables, like: Ids) -> Ids:
-    """What to look up where no batch was announced, placed: ids that count as nothing special, shaped as ``like``."""
-    rows = {name: int(table.padding_id == 0 and table.rows > 1) for name, table in tables.items()}
-    return place(tables, {name: np.full(x.shape, rows[name], x.dtype) for name, x in like.items()})
+class IdleIds:
+    """What to look up where no batch was announced: ids that count as nothing special, placed once for each shape."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._placed: dict[tuple[tuple[int, ...], ...], Ids] = {}
+
+    def like(self, ids: Ids) -> Ids:
+        """Shaped as ``ids``."""
+        shapes = tuple(ids[name].shape for name in sorted(ids))
+        if shapes not in self._placed:
+            rows = {name: int(table.padding_id == 0 and table.rows > 1) for name, table in self._tables.items()}
+            idle = {name: np.full(x.shape, rows[name], x.dtype) for name, x in ids.items()}
+            self._placed[shapes] = place(self._tables, idle)
+        return self._placed[shapes]
 
 
 def sizes_of(ids: Ids) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -18,19 +17,13 @@ from torch_ext.common.batches import pad_width
 
 from . import global_ops, runtime
 from .context import AsyncEmbContextHandle, IdPolicy, make_context_handle
-from .errors import AsyncEmbError, ContextError, ContextWarning, FailedContextError, IdError, PipelineError
+from .errors import ContextError, ContextWarning, PipelineError
 from .ffi import TransformationError
 from .optimizers import RowOptimizer
 from .placing import fetch, put
 from .table_checks import TableArguments, check_table, ranks_of
+from .table_contexts import TableContexts
 from .token_ids import as_int32, as_integers, require_in_table
-
-# In messages of a context, which knows nothing of the states that its calls belong to.
-_SAYS_A_STEP = re.compile(r"\bstep \d")
-_WHOSE_STEPS = (
-    "Steps in this message are the context's own: it counts its lookups, and its updates, from 1 since it was opened. "
-    "state.step counts calls from 0."
-)
 
 Initializer = Callable[[Any, tuple[int, int]], Any]
 
@@ -114,9 +107,7 @@ class AsyncEmbedding:
         self.padding_id = padding_id
         self._num_unique = num_unique
         self._initializer = init or _normal
-        self._handles: dict[tuple[int, str], AsyncEmbContextHandle] = {}
-        self._told: dict[int, float] = {}  # by context: refused calls and bad ids when it was last checked
-        self._early: dict[int, IdError] = {}  # by context: what has_news has taken from it
+        self._contexts = TableContexts(self._make_handle)
         self.padded_width = pad_width(self.width, self._ranks())
 
     # ---- state ----
@@ -261,39 +252,19 @@ class AsyncEmbedding:
 
     def handle(self, tokens_per_batch: int, purpose: str = "train") -> AsyncEmbContextHandle:
         """The context handle for batches of this many tokens (all dimensions of the ids together)."""
-        key = (tokens_per_batch, purpose)
-        if key not in self._handles:
-            self._handles[key] = self._make_handle(tokens_per_batch, purpose)
-        return self._handles[key]
+        return self._contexts.handle(tokens_per_batch, purpose)
 
     def stats(self) -> dict[str, float]:
         """Counters of the contexts that train, summed (see ``runtime.stats``); empty before the first step."""
-        total: dict[str, float] = {}
-        for handle in self.open_handles("train"):
-            for name, value in runtime.stats(handle).items():
-                total[name] = total.get(name, 0) + value
-        if total:
-            total["unique_share"] = total["unique_tokens"] / max(total["trained_tokens"], 1)
-        return total
+        return self._contexts.stats()
 
     def check(self) -> None:
         """Raises what a context has to say (see ``runtime.check``). Every step must have finished."""
-        for handle in self.open_handles():
-            self._told[handle.context_id] = self._troubles(handle)
-            early = self._early.pop(handle.context_id, None)
-            try:
-                runtime.check(handle)
-                if early is not None:
-                    raise early
-            except AsyncEmbError as error:
-                if _SAYS_A_STEP.search(str(error)):
-                    error.add_note(_WHOSE_STEPS)
-                raise
+        self._contexts.check()
 
     def require_working(self) -> None:
         """Raises FailedContextError where a context has failed. Steps may run."""
-        for handle in self.open_handles():
-            runtime.require_working(handle)
+        self._contexts.require_working()
 
     def has_news(self) -> bool:
         """Whether ``check`` would raise, as far as one can tell while steps run. Never waits.
@@ -301,42 +272,23 @@ class AsyncEmbedding:
         Raises:
             FailedContextError: a context has failed.
         """
-        self.require_working()
-        for handle in self.open_handles("train"):
-            if handle.num_unique < handle.tokens_per_batch and handle.context_id not in self._early:
-                try:
-                    runtime.check_ids(handle)
-                except IdError as error:
-                    self._early[handle.context_id] = error
-        handles = self.open_handles()
-        return bool(self._early) or any(self._troubles(h) != self._told.get(h.context_id, 0) for h in handles)
+        return self._contexts.has_news()
 
     def close(self) -> None:
         """Closes every context. The next step opens what it needs again."""
-        for handle in self.open_handles():
-            runtime.close_context(handle)
-        self._told.clear()
-        self._early.clear()
+        self._contexts.close()
 
     def close_failed(self) -> None:
         """Closes the contexts that have failed."""
-        for handle in self.open_handles():
-            try:
-                runtime.require_working(handle)
-            except FailedContextError:
-                runtime.close_context(handle)
+        self._contexts.close_failed()
 
     def smallest_handle(self) -> AsyncEmbContextHandle:
         """The handle for a batch of one token on each rank: for what does not depend on the batch."""
         return self.handle(self._ranks())
 
-    def _troubles(self, handle: AsyncEmbContextHandle) -> float:
-        counts = runtime.stats(handle)
-        return counts["refused_calls"] + (counts["bad_ids"] if self.id_policy == "error" else 0)
-
     def open_handles(self, purpose: str | None = None) -> list[AsyncEmbContextHandle]:
         """Of the contexts that are open, all or those of one purpose."""
-        return [h for (_, p), h in self._handles.items() if purpose in (None, p) and runtime.is_open(h)]
+        return self._contexts.open(purpose)
 
     def _ranks(self) -> int:
         return ranks_of(self.mesh, self.table_axis)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
-from . import batches, global_ops, loans, ownership, runtime, snapshots
+from . import batches, loans, ownership, runtime, snapshots
 from .context import AsyncEmbContextHandle
 from .embedding import AsyncEmbedding, TableState
 from .errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
-from .placing import put
+from .fresh_states import FreshStates
 from .snapshot_checks import validate
 from .snapshots import Snapshot
 from .step_failures import StepFailures
 from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
+from .steps_in_flight import StepsInFlight
 from .token_ids import as_int32
 from .train_checks import check_arguments, lost_update, require_last, require_usable
-from .waiting import wait_until_ready
-
-# How many steps the host dispatches before it waits for the oldest. XLA:CPU runs the devices of a step, and launches
-# later ones, on the same threads, as many as there are devices. A launch waits, and keeps its thread, while 32
-# programs are under way on its device; where every thread is taken so, or by a device that waits for one that has not
-# begun, nothing moves any more. A few steps hide the dispatch, and leave room for a caller's own programs.
-STEPS_IN_FLIGHT = 4
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -106,15 +96,15 @@ class TrainStep:
         self._sync_errors = sync_errors
         self._donates = donate
         self._programs = Programs(self.tables, loss_fn, optimizer, staleness, microbatches, has_aux, donate)
+        self._fresh = FreshStates(self.tables)
         self._current: Compiled | None = None
-        self._idle: dict[tuple[tuple[int, ...], ...], batches.Ids] = {}  # by shapes
+        self._idle = batches.IdleIds(self.tables)
         self._owned: set[int] = set()  # contexts that were begun here
-        self._in_flight: collections.deque[Any] = collections.deque()  # losses of steps that may still run
         # With staleness 1, what is under way between two calls:
         self._last: Any = None  # pins of the state that it belongs to; None where nothing is
         self._armed: batches.Ids | None = None  # ids of the batch that was announced, whose lookup is armed
         self._failures = StepFailures(self.tables)
-        self._steps = 0  # state.step of the next call
+        self._in_flight = StepsInFlight(self.tables, self._programs, self._failures)
         self._unwanted = False  # a lookup is armed though no batch was announced
         self._unsaved: Any = None  # state.step where gradients are staged that neither a flush nor a snapshot has
 
@@ -128,7 +118,7 @@ class TrainStep:
         self._restart()
         keys = jax.random.split(key, len(self.tables))
         tables = {name: self.tables[name].init(k) for name, k in zip(sorted(self.tables), keys, strict=True)}
-        return self._state(params, self._optimizer.init(params), tables, 0)
+        return self._begin(params, self._optimizer.init(params), tables, 0)
 
     def __call__(self, state: StepState, batch: Any, upcoming: Any = None) -> tuple[StepState, dict[str, Any]]:
         """One step on ``batch``.
@@ -149,24 +139,21 @@ class TrainStep:
                 which has run: go on from the exception's attribute ``state``.
         """
         self.check()
-        if self.staleness:
-            self._require_last(state)
-        require_usable(state, batch, upcoming, staleness=self.staleness)
-        self._require_donatable(state)
+        self._require_usable(state, batch, upcoming)
         ids = self._ids(batch)
         placed = batches.place(self.tables, ids)
         compiled = self._compiled(batches.sizes_of(ids))
         if self.staleness == 0:
             self._use(compiled)
-            with self._failures.named(f"step {self._steps}"):
+            with self._failures.named(f"step {self._in_flight.next}"):
                 state, metrics = compiled.step(state, batch, placed)
         else:
             next_ids = None if upcoming is None else self._ids(upcoming)
-            next_placed = self._idle_ids(placed) if next_ids is None else batches.place(self.tables, next_ids)
+            next_placed = self._idle.like(placed) if next_ids is None else batches.place(self.tables, next_ids)
             batches.require_same_sizes(self.tables, compiled.sizes, batches.sizes_of(next_placed))
             batches.require_announced(self.tables, self._armed or {}, ids, state.step)
             self._use(compiled)
-            with self._failures.named(f"step {self._steps}"):
+            with self._failures.named(f"step {self._in_flight.next}"):
                 if self._armed is None:
                     jax.block_until_ready(state)
                     # Arming takes the tables, so an error of the model comes before it.
@@ -175,8 +162,7 @@ class TrainStep:
                 state, metrics = compiled.step(state, batch, placed, next_placed)
             self._last, self._armed, self._unwanted = state.pins, next_ids, next_ids is None
             self._unsaved = state.step
-        self._in_flight.append(metrics["loss"])
-        self._steps += 1
+        self._in_flight.add(metrics["loss"])
         if self._sync_errors:
             self._check_and_hand_over(state)
         return state, metrics
@@ -184,15 +170,13 @@ class TrainStep:
     def flush(self, state: StepState) -> StepState:
         """Applies what the last step has staged, and returns the contexts to their first-step state. Waits."""
         self.check(wait=True)
-        self._require_last(state)
-        require_usable(state, staleness=self.staleness)
-        self._require_donatable(state)
+        self._require_usable(state)
         if self._last is not None:
             assert self._current is not None
             self._use(self._current)
-            with self._failures.named(f"flush after {self._steps} steps"):
+            with self._failures.named(f"flush after {self._in_flight.next} steps"):
                 tables, reports = (self._current.flush if self._looks_up() else self._current.apply)(state)
-                state = state._replace(tables=tables, pins=self._pins())
+                state = state._replace(tables=tables, pins=self._fresh.pins())
                 jax.block_until_ready(reports)
             for handle in self._current.program.handles.values():
                 runtime.native().return_to_first_step(handle.context_id)
@@ -211,26 +195,13 @@ class TrainStep:
             FailedContextError: a context has failed. ``init`` and ``restore`` begin anew.
         """
         try:
-            self._check(wait)
+            self._in_flight.check(wait=wait)
         except FailedContextError:
             self._failures.note()
             raise
         except PipelineError:
             self._recover()
             raise
-
-    def _check(self, wait: bool) -> None:
-        wait = wait or self._failures.spans_processes  # all processes must raise at the same call
-        count = len(self._in_flight)
-        self._wait(at_most=0 if wait else STEPS_IN_FLIGHT - 1)
-        if not wait and 0 < count == len(self._in_flight):
-            return
-        if self._in_flight:
-            if not any(table.has_news() for table in self.tables.values()):
-                return
-            self._wait(at_most=0)  # a refusal can be taken back only where nothing runs
-        for table in self.tables.values():
-            table.check()
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Each table's counters (``AsyncEmbedding.stats``)."""
@@ -259,7 +230,7 @@ class TrainStep:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._interrupt(error)
+            self._in_flight.interrupt(error)
         lost = self._unflushed() if error is None and not self._failures.told else None
         try:
             self.close()
@@ -279,7 +250,7 @@ class TrainStep:
         Over several processes all of them call it, and every one gets all of it: whole tables. Where a table does not
         fit into the memory of one host, use ``Checkpoints``, whose files each process writes and reads in parts.
         """
-        with self._failures.named(f"snapshot after {self._steps} steps"):
+        with self._failures.named(f"snapshot after {self._in_flight.next} steps"):
             handles = self._at_rest(state)
             taken = snapshots.take(self.tables, handles, state, self._armed)
         self._unsaved = None
@@ -302,7 +273,7 @@ class TrainStep:
     def _at_rest(self, state: StepState) -> dict[str, AsyncEmbContextHandle]:
         """Waits until nothing runs; the handles of the contexts that may have gradients staged for ``state``."""
         self.check(wait=True)
-        self._require_last(state)
+        require_last(state, self._last)
         require_usable(state, staleness=self.staleness)
         jax.block_until_ready(state)
         return {} if self._current is None else dict(self._current.program.handles)
@@ -310,7 +281,7 @@ class TrainStep:
     def _go_on_from(self, saved: Mapping[str, Any], tables: dict[str, TableState]) -> StepState:
         """The state of a snapshot that fits, given its tables on the mesh."""
         self._restart()
-        state = self._state(saved["params"], saved["opt_state"], tables, saved["step"])
+        state = self._begin(saved["params"], saved["opt_state"], tables, saved["step"])
         if saved["staged"]:
             compiled = self._compiled(tuple(len(saved["staged"][name]["ids"]) for name in sorted(self.tables)))
             self._use(compiled)
@@ -340,31 +311,14 @@ class TrainStep:
 
     # ---- states ----
 
-    def _state(self, params: Any, opt_state: Any, tables: Any, step: Any) -> StepState:
-        self._steps = int(step)
-        tree = (params, opt_state, np.asarray(step, np.int32))
-        if self._failures.spans_processes:  # what a process has for itself, all have alike
-            tree = jax.tree.map(lambda x: put(x, self._replicated), tree)
-        params, opt_state, step = self._own(tree)
-        return StepState(params, opt_state, tables, self._pins(), step)
+    def _begin(self, params: Any, opt_state: Any, tables: dict[str, TableState], step: Any) -> StepState:
+        self._in_flight.next = int(step)
+        return self._fresh.make(params, opt_state, tables, step)
 
-    @functools.cached_property
-    def _own(self) -> Callable[[Any], Any]:
-        # A donated state must own its buffers; the caller keeps theirs.
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._replicated)
-
-    @property
-    def _replicated(self) -> NamedSharding:
-        return NamedSharding(next(iter(self.tables.values())).mesh, jax.sharding.PartitionSpec())
-
-    def _pins(self) -> dict[str, Any]:
-        return {name: global_ops.first_gate(table.smallest_handle()) for name, table in self.tables.items()}
-
-    def _require_last(self, state: StepState) -> None:
+    def _require_usable(self, state: StepState, *given: Any) -> None:
+        """Of the whole state, before the first program takes a part of it."""
         require_last(state, self._last)
-
-    def _require_donatable(self, state: StepState) -> None:
-        # Of the whole state, before the first program takes a part of it.
+        require_usable(state, *given, staleness=self.staleness)
         if self._donates:
             loans.require_donatable(state)
 
@@ -384,7 +338,7 @@ class TrainStep:
 
     def _restart(self) -> None:
         with contextlib.suppress(Exception):
-            self._wait(at_most=0)
+            self._in_flight.wait()
         self._give_up()
         for table in self.tables.values():
             table.close_failed()
@@ -404,7 +358,7 @@ class TrainStep:
         self._armed, self._unwanted = None, False
 
     def _give_up(self) -> None:
-        self._in_flight.clear()
+        self._in_flight.forget()
         self._failures.told = False
         self._last, self._armed, self._unwanted, self._unsaved = None, None, False, None
 
@@ -417,12 +371,6 @@ class TrainStep:
     def _ids(self, batch: Any) -> batches.Ids:
         return batches.checked_ids(self.tables, self._ids_of(batch))
 
-    def _idle_ids(self, like: batches.Ids) -> batches.Ids:
-        shapes = tuple(like[name].shape for name in sorted(like))
-        if shapes not in self._idle:
-            self._idle[shapes] = batches.idle_ids(self.tables, like)
-        return self._idle[shapes]
-
     def _looks_up(self) -> bool:
         return self._armed is not None or self._unwanted
 
@@ -431,35 +379,6 @@ class TrainStep:
         tables, pins = (compiled.rearm if self._looks_up() else compiled.arm)(state, ids)
         self._last, self._armed, self._unwanted = pins, None, True
         return state._replace(tables=tables, pins=pins)
-
-    # ---- what the contexts have to say ----
-
-    def _wait(self, *, at_most: int) -> None:
-        """Forgets the steps that have finished, which raises where one has failed, and waits until no more than
-        ``at_most`` are left."""
-        try:
-            while len(self._in_flight) > at_most or (self._in_flight and self._in_flight[0].is_ready()):
-                oldest = self._in_flight.popleft()
-                if self._failures.spans_processes:
-                    wait_until_ready(oldest)
-                else:
-                    jax.block_until_ready(oldest)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._interrupt(error)
-            self._drain()  # buffers that the failed step has lent go back with the exception
-            self._failures.say_who(error, f"step {self._steps - len(self._in_flight) - 1}")
-            raise
-
-    def _interrupt(self, signal: BaseException) -> None:
-        if self._failures.interrupt(signal, f"step {self._steps}"):
-            self._in_flight.clear()
-
-    def _drain(self) -> None:
-        for compiled in self._programs.values():
-            for handle in compiled.program.handles.values():
-                if runtime.is_open(handle):
-                    runtime.drain(handle)
 
     def _check_and_hand_over(self, state: StepState) -> None:
         """Waits and checks. The state that the call was to return goes with the exception."""
