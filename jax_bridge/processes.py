@@ -15,17 +15,17 @@ What remains of JAX's own rules, measured with 0.10.2 on CPU:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from . import coordination
 from .errors import ContextError
+from .leaving import come_back, shutdown
 from .meeting import meet
+from .timeouts import bound_collectives
 from .topology import describe_process, describe_processes, group_processes, processes_of, ranks_of
 
 __all__ = [
@@ -39,10 +39,6 @@ __all__ = [
     "ranks_of",
     "shutdown",
 ]
-
-_LEFT = "async_emb/left"
-# From saying so until a process has really left.
-_DISCONNECT_SECONDS = 0.5
 
 _HINT = (
     "Give coordinator_address, num_processes and process_id, or start the processes with torchrun (RANK, WORLD_SIZE, "
@@ -104,9 +100,10 @@ def initialize(
 
     if not rejoin:
         _call_the_roll(job, timeout_seconds)
-    # Without it, everybody is ended when one process dies.
-    jax.config.update("jax_enable_recoverability", True)
+    coordination.let_survivors_live()
+    coordination.let_sigterm_end_this_process()
     coordination.use_gloo_between_cpus()
+    bound_collectives()
     jax.distributed.initialize(
         job.coordinator_address,
         job.num_processes,
@@ -117,27 +114,9 @@ def initialize(
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )
     if rejoin:
-        coordination.delete(f"{_LEFT}/{job.process_id}")
+        come_back(job.process_id)
     atexit.register(shutdown)  # so it comes before JAX's own
     return job
-
-
-def shutdown(timeout_seconds: float = 30.0) -> None:
-    """Leaves the job; runs by itself at the end of the program. Process 0 leaves last, because JAX ends (SIGABRT) every
-    process that is still in the job when the coordination service goes: it waits up to `timeout_seconds` for them."""
-    if not coordination.is_running():
-        return
-    _, size, here = coordination.numbers()
-    with contextlib.suppress(ContextError):
-        if here != 0:
-            coordination.put(f"{_LEFT}/{here}", "")
-        else:
-            deadline = time.monotonic() + timeout_seconds
-            while len(coordination.below(_LEFT)) < size - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if size > 1:
-                time.sleep(_DISCONNECT_SECONDS)
-    jax.distributed.shutdown()
 
 
 def _call_the_roll(job: Job, timeout_seconds: float) -> None:

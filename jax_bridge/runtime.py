@@ -19,6 +19,7 @@ from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError, IdError, PipelineError
 from .placing import spans_processes
 from .timeouts import timeout_seconds as timeout_seconds  # meetings ask here
+from .topology import processes_of
 
 AFTER_A_FAILURE = (
     "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
@@ -55,6 +56,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
     module = native()
     if module.is_open(handle.context_id):
         return
+    _require_own_device(handle)
     gpus = _local_gpus(handle)
     processes = {device.id: device.process_index for device in handle.mesh.devices.flat}
     spans = spans_processes(handle.mesh)
@@ -91,6 +93,7 @@ def open_context(handle: AsyncEmbContextHandle) -> None:
 
 def require_devices(handle: AsyncEmbContextHandle) -> None:
     """Raises ContextError where a context of this handle could not be opened on its devices. Opens nothing."""
+    _require_own_device(handle)
     _local_gpus(handle)
 
 
@@ -209,6 +212,17 @@ def _id_error(handle: AsyncEmbContextHandle, problem: dict[str, int]) -> IdError
         tokens_per_batch=handle.tokens_per_batch,
         padding_id=handle.padding_id,
     )
+
+
+def _require_own_device(handle: AsyncEmbContextHandle) -> None:
+    owners = processes_of(handle.mesh)
+    if jax.process_index() not in owners:
+        raise ContextError(
+            f"async_emb context {handle.name!r}: no device of the mesh belongs to this process, {jax.process_index()}: "
+            f"the mesh is over the devices of {'process' if len(owners) == 1 else 'processes'} "
+            f"{', '.join(map(str, owners))}. Only these may use it; or make the mesh of jax.devices(), which are those "
+            "of all processes"
+        )
 
 
 def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from . import coordination, runtime
+from . import coordination, leaving, runtime
 from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError
 from .topology import describe_processes, processes_of
@@ -28,7 +28,6 @@ LEAVING_SECONDS = 5.0
 
 _OVER = "async_emb/start_over"
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|mpi_|collective|rendezvous", re.IGNORECASE)
-_LEFT = "async_emb/left"  # where processes.shutdown looks
 _BOARD = "async_emb/failed"
 _PAUSE_SECONDS = 0.05
 
@@ -120,8 +119,7 @@ def _say_and_look(others: Sequence[int]) -> None:
     with contextlib.suppress(ContextError):
         while silent := [p for p in others if str(p) not in coordination.below(_BOARD)]:
             if time.monotonic() > deadline:
-                for process in silent:
-                    coordination.put(f"{_LEFT}/{process}", "")
+                leaving.count_as_gone(silent)
                 return
             time.sleep(_PAUSE_SECONDS)
 

@@ -10,9 +10,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from torch_ext.process_groups import open_store, require_distributed, split_address
+from torch_ext.process_groups import ProcessGroupError, open_store, require_distributed, split_address
 
 _VERDICT_SECONDS = 2.0
+# How long a process that was killed may keep its port while the system clears it away.
+_CLEARED_AWAY_SECONDS = 3.0
 
 
 def roll_call(address: str, rank: int, size: int, *, timeout_seconds: float) -> str | None:
@@ -23,7 +25,10 @@ def roll_call(address: str, rank: int, size: int, *, timeout_seconds: float) -> 
     """
     require_distributed()
     host, port = split_address(address)
-    store = open_store(host, port, serves=rank == 0, timeout_seconds=timeout_seconds)
+    if rank == 0:
+        store = _serve(host, port, timeout_seconds)
+    else:
+        store = open_store(host, port, serves=False, timeout_seconds=timeout_seconds)
     number = store.add("arrivals", 1)
     store.set(f"arrival/{number}", json.dumps([rank, size]))
     if rank == 0:
@@ -39,6 +44,18 @@ def roll_call(address: str, rank: int, size: int, *, timeout_seconds: float) -> 
     except RuntimeError as error:
         return f"process 0 at {address} came, but does not answer any more: {str(error).splitlines()[0]}"
     return None if verdict == "agreed" else verdict
+
+
+def _serve(host: str, port: int, timeout_seconds: float) -> Any:
+    """The store. A job that starts again at once after it was killed finds its port taken for a moment."""
+    deadline = time.monotonic() + min(timeout_seconds, _CLEARED_AWAY_SECONDS)
+    while True:
+        try:
+            return open_store(host, port, serves=True, timeout_seconds=timeout_seconds)
+        except ProcessGroupError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _judge(store: Any, size: int, timeout_seconds: float) -> str | None:

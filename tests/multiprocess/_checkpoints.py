@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tests.multiprocess import _children
-from tests.multiprocess._tables import digest_of, join
-
-STEPS = 6
-AT = 3  # steps before the checkpoint
-PARAMS = {"shift": np.float32(0)}
-
-
-def _go_on(step: Any, state: Any, first: int, last: int) -> Any:
-    """The steps from number ``first`` up to ``last``, each with the next batch announced."""
-    from tests.jax_bridge import _training as training
-
-    batches = [*training.make_batches(STEPS), None]
-    return training.train(step, state, [*zip(batches[first:last], batches[first + 1 : last + 1], strict=True)])[0]
-
-
-def finish(step: Any, state: Any) -> str:
-    """Trains to the end; the digest of everything."""
-    from tests.jax_bridge import _training as training
-
-    state = _go_on(step, state, int(state.step), STEPS)
-    return digest_of(training.arrays_of(step, step.flush(state)))
+from tests.multiprocess._recovery import AT, PARAMS, go_on
+from tests.multiprocess._tables import join
 
 
 def _prepared(number: int, size: int, port: int, directory: str, **options: Any) -> Any:
@@ -41,22 +20,6 @@ def _prepared(number: int, size: int, port: int, directory: str, **options: Any)
 
     step = training.make_step(join(number, size, port, **options), 1)
     return step, Checkpoints(directory, step), training.start(step)
-
-
-def train_until_killed(number: int, size: int, port: int, directory: str) -> None:
-    """Saves in the middle of the pipeline and goes on."""
-    step, checkpoints, state = _prepared(number, size, port, directory)
-    state = _go_on(step, state, 0, AT)
-    checkpoints.save(state)
-    _go_on(step, state, AT, AT + 2)
-    _children.say(f"has gone on {number}")
-    time.sleep(100)
-
-
-def resume(number: int, size: int, port: int, directory: str) -> Any:
-    step, checkpoints, _ = _prepared(number, size, port, directory)
-    with step:
-        return [checkpoints.latest(), finish(step, checkpoints.restore(PARAMS))]
 
 
 def _when(what: str, then: Callable[[], None]) -> None:
@@ -84,17 +47,33 @@ def _when(what: str, then: Callable[[], None]) -> None:
         checkpoint_files._checksum = and_then
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+HARM = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: sys.exit(3),
+}
 
 
-def killed_during_a_save(number: int, size: int, port: int, directory: str, point: str) -> None:
+def hurt_during_a_save(
+    number: int, size: int, port: int, directory: str, fault: str, victim: int, point: str, expected: bool = True
+) -> Any:
+    """The second checkpoint is not completed, because a process comes to harm. What the others are told."""
     step, checkpoints, state = _prepared(number, size, port, directory)
-    state = _go_on(step, state, 0, AT)
+    state = go_on(step, state, AT)
     checkpoints.save(state)
-    state = _go_on(step, state, AT, AT + 1)
-    _when(point, _kill)
-    checkpoints.save(state)
+    state = go_on(step, state, AT + 1)
+    if number == victim:
+        _when(point, HARM[fault])
+    if not expected:
+        return checkpoints.save(state)
+    return {**_children.outcome(lambda: checkpoints.save(state)), "steps": checkpoints.steps()}
+
+
+def exits_during_a_save(number: int, size: int, port: int, directory: str) -> None:
+    """Process 1 leaves the program with status 3. The others do not expect it."""
+    _children.end_as_a_program(
+        lambda: hurt_during_a_save(number, size, port, directory, "exit", 1, "arrays", expected=False)
+    )
 
 
 def faults(number: int, size: int, port: int, directory: str) -> Any:
@@ -103,9 +82,9 @@ def faults(number: int, size: int, port: int, directory: str) -> Any:
 
     step, checkpoints, state = _prepared(number, size, port, directory)
     results = {}
-    state = _go_on(step, state, 0, AT)
+    state = go_on(step, state, AT)
     checkpoints.save(state)
-    state = _go_on(step, state, AT, AT + 1)
+    state = go_on(step, state, AT + 1)
 
     results["another call"] = _children.outcome(
         (lambda: checkpoints.save(state)) if number == 0 else (lambda: checkpoints.restore(PARAMS))
@@ -120,15 +99,12 @@ def faults(number: int, size: int, port: int, directory: str) -> Any:
     results["fails"] = _children.outcome(lambda: checkpoints.save(state))
     checkpoint_files._write_array = intact
     checkpoints.save(state)
-    state = _go_on(step, state, AT + 1, AT + 2)
+    state = go_on(step, state, AT + 2)
     results["steps"] = checkpoints.steps()
     if number == 1:
-        _when("arrays", _kill)
+        _when("arrays", HARM["kill"])
     results["dies"] = _children.outcome(lambda: checkpoints.save(state))
     results["steps after"] = checkpoints.steps()
-    from jax_bridge import coordination
-
-    coordination.put("async_emb/left/1", "")  # or leaving the job would wait for it
     return results
 
 
@@ -151,7 +127,7 @@ def agreements(number: int, size: int, port: int) -> Any:
     # A process that was killed has left these behind.
     if number == 1:
         board = Agreement(handle, "a call", 1)._board
-        coordination.put(f"{board}/in/1", '{"attempt": "killed", "call": "a call"}')
+        coordination.put(f"{board}/in/1", '{"attempt": "killed", "says": "a call"}')
         coordination.put(f"{board}/ack/1", "killed")
         _children.say("left behind")
     _children.wait_for("left behind")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -313,23 +314,43 @@ def hurt_at(fault: str, port: int, point: str, step: Any) -> None:
 # ---- Signals, stuck and slow processes, many contexts, and going on
 
 
-def interrupted(number: int, size: int, port: int, stop_seconds: float, staleness: int = 1) -> Any:
-    """The last process stays away from a step; the others are interrupted by the test, in the wait for it."""
+def interrupted(number: int, size: int, port: int, point: str) -> Any:
+    """The last process stops at a point of its fifth step, and the test interrupts process 1, which waits for it."""
     from tests.jax_bridge import _training as training
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    mesh = join(number, size, port)
-    step = training.make_step(mesh, staleness)
+    step = training.make_step(join(number, size, port), 1)
     batches = training.make_batches(8)
-    with step:
+
+    def work() -> None:
+        with step:
+            state = training.start(step)
+            for count, (batch, upcoming) in enumerate(itertools.pairwise(batches)):
+                if count == 4 and number == size - 1:
+                    jax.block_until_ready(state)
+                    hurt_at("stop", port, point, step)
+                state, _ = step(state, batch, upcoming)
+
+    if number == 1:
+        _children.end_as_a_program(work)
+    return report(work)
+
+
+def exits(number: int, size: int, port: int, point: str) -> None:
+    """Process 1 leaves the program with status 3. The others do not expect it."""
+    from tests.jax_bridge import _training as training
+
+    def work() -> None:
+        step = training.make_step(join(number, size, port), 1)
+        if number == 1 and point == "before start":
+            sys.exit(3)
         state = training.start(step)
-        for count, (batch, upcoming) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
-            if count == 4 and number == size - 1:
-                time.sleep(stop_seconds)
-            if count == 4:
-                _children.say(f"waits {number}")
+        for count, (batch, upcoming) in enumerate(itertools.pairwise(training.make_batches(8))):
+            if number == 1 and count == 3:
+                sys.exit(3)  # the lookup of this batch has been started
             state, _ = step(state, batch, upcoming)
-    return "not interrupted"
+
+    _children.end_as_a_program(work)
 
 
 def late(number: int, size: int, port: int, seconds: float) -> Any:
@@ -368,46 +389,3 @@ def many_contexts(number: int, size: int, port: int, count: int = 20) -> Any:
 def resident_kib() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-
-
-def recover(number: int, size: int, port: int, rejoin: bool = False, directory: str = "") -> Any:
-    """Process 1 dies in the middle; one that takes its place goes on with the survivors, from a snapshot on disk."""
-    import pickle
-
-    from jax_bridge import FailedContextError, processes, survivors
-    from tests.jax_bridge import _training as training
-
-    from . import _tables
-
-    processes.initialize(f"127.0.0.1:{port}", size, number, timeout_seconds=60, rejoin=rejoin)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("table",))
-    step = training.make_step(mesh, 1)
-    batches = training.make_batches(9)
-    pairs = [*zip(batches, [*batches[1:], None], strict=True)]
-    saved = (Path(directory) if directory else _children.DIRECTORY) / "snapshot"
-    told = ""
-    if not rejoin:
-        state = training.start(step)
-        state, _ = training.train(step, state, pairs[:4])
-        snapshot = step.snapshot(state)
-        if number == 0:
-            saved.write_bytes(pickle.dumps(snapshot))
-        state, _ = training.train(step, state, pairs[4:5])
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            state, _ = training.train(step, state, pairs[5:])
-            step.flush(state)
-        except FailedContextError as error:
-            told = str(error)
-        step.close()
-        survivors.start_over([process for process in range(size) if process != 1])
-        _children.say(f"closed {number}")
-        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("table",))
-        step = training.make_step(mesh, 1)
-    state = step.restore(pickle.loads(saved.read_bytes()))
-    state, _ = training.train(step, state, pairs[4:])
-    state = step.flush(state)
-    digest = _tables.digest_of(training.arrays_of(step, state))
-    step.close()
-    return {"told": told, "digest": digest}

@@ -58,10 +58,31 @@ class Job:
             assert process.exitcode == 0, f"process {number} {what}\n{self.all_output()}"
         return [None if number in may_die else self.result(number) for number in range(len(self.processes))]
 
+    def wait_for_ends(self, seconds: float = 60) -> list[int | None]:
+        """The exit status of every process, None for those that still run then."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
     def result(self, number: int) -> Any:
-        lines = [line for line in self.outputs[number].read_text().splitlines() if line.startswith(RESULT)]
+        lines = self._lines_of(number)
         assert lines, f"process {number} returned nothing\n{self.all_output()}"
         return json.loads(lines[-1].removeprefix(RESULT))
+
+    def _lines_of(self, number: int) -> list[str]:
+        # Whole lines only: the process may be writing.
+        text = self.outputs[number].read_text() if self.outputs[number].exists() else ""
+        return [line for line in text.splitlines(keepends=True) if line.startswith(RESULT) and line.endswith("\n")]
+
+    def wait_for_result(self, number: int, seconds: float = 60) -> Any:
+        """What a process returned, perhaps before it has ended."""
+        deadline = time.monotonic() + seconds
+        while not self._lines_of(number):
+            assert time.monotonic() < deadline, f"process {number} returned nothing\n{self.all_output()}"
+            assert self.processes[number].exitcode in (None, 0), self.all_output()
+            time.sleep(0.02)
+        return self.result(number)
 
     def wait_for_file(self, name: str, seconds: float = 40) -> None:
         """Waits until a process has called ``say(name)``."""
@@ -94,7 +115,7 @@ def _clean_environment() -> None:
 
 @pytest.fixture
 def start(tmp_path) -> Any:
-    """``start("function", processes=2, devices=2, **arguments)`` runs a function of _children.py in every process."""
+    """``start("module:function", processes=2, devices=2, **arguments)`` runs a function in every process."""
     yield from _starter(tmp_path)
 
 

@@ -17,13 +17,14 @@ from examples import multi_process
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
+LAUNCHER = [sys.executable, "-m", "examples.multi_process", "--processes", "2"]
 TRAIN = ["train", "--synthetic", "4000", "--batch", "512", "--width", "16", "--epochs", "1"]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def run(folder: Path, *command: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.Popen(
-        [sys.executable, "-m", *arguments, "--out", str(folder), "--name", "run"],
+        [*command, "--out", str(folder), "--name", "run"],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -37,22 +38,26 @@ def processes_below(parent: int) -> list[int]:
     return [int(child) for child in children]
 
 
-def test_several_processes_learn_what_one_learns(tmp_path):
-    several = run(tmp_path / "several", "examples.multi_process", "--processes", "2", "--devices", "2", *TRAIN)
-    output, errors = several.communicate(timeout=200)
-    assert several.returncode == 0, errors
+def auc_of(process: subprocess.Popen[str], folder: Path) -> float:
+    """What a run says at its end; of all its processes one does."""
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
     assert output.count("test AUC") == 1
-    one = run(tmp_path / "one", "examples.two_tower", *TRAIN, "--devices", "4")
-    aucs = [float(re.search(r"test AUC\s+([\d.]+)", text)[1]) for text in (output, one.communicate(timeout=200)[0])]
-    assert aucs[0] == pytest.approx(aucs[1], abs=0.005)
-    for name in ("several", "one"):
-        files = sorted(file.name for file in (tmp_path / name / "run").iterdir())
-        assert files == ["config.toml", "metrics.csv", "metrics.png"]
+    assert sorted(file.name for file in (folder / "run").iterdir()) == ["config.toml", "metrics.csv", "metrics.png"]
+    return float(re.search(r"test AUC\s+([\d.]+)", output)[1])
+
+
+def test_several_processes_learn_what_one_learns(tmp_path):
+    # Side by side: each compiles for a while.
+    several, one = tmp_path / "several", tmp_path / "one"
+    of_several = run(several, *LAUNCHER, "--devices", "2", *TRAIN)
+    of_one = run(one, sys.executable, "-m", "examples.two_tower", *TRAIN, "--devices", "4")
+    assert auc_of(of_several, several) == pytest.approx(auc_of(of_one, one), abs=0.005)
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda which: which.name)
 def test_a_launcher_that_is_ended_leaves_no_orphan(tmp_path, which):
-    job = run(tmp_path, "examples.multi_process", "--processes", "2", "--devices", "1", *TRAIN)
+    job = run(tmp_path, *LAUNCHER, "--devices", "1", *TRAIN)
     while len(children := processes_below(job.pid)) < 2:
         time.sleep(0.05)
     time.sleep(3)

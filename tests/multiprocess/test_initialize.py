@@ -8,6 +8,8 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
+PROGRAM = "tests.multiprocess._starts"
+
 
 def torchrun(port: int):
     # MASTER_PORT is torch's, the coordinator takes the next one.
@@ -37,7 +39,7 @@ def slurm(port: int):
 def test_a_job_starts_from_the_variables_of_its_launcher(start, variables):
     # From a range that the system gives nobody, so that the port is as free as any.
     port = 61440 + os.getpid() % 4000
-    results = start("from_environment", processes=2, devices=2, environment=variables(port)).wait()
+    results = start(f"{PROGRAM}:from_environment", processes=2, devices=2, environment=variables(port)).wait()
     for number, (process_id, size, same_again, index, devices, other) in enumerate(results):
         assert (process_id, size, index, devices, same_again) == (number, 2, number, 4, True)
         assert other["type"] == "ContextError"
@@ -46,7 +48,8 @@ def test_a_job_starts_from_the_variables_of_its_launcher(start, variables):
 
 
 def test_what_cannot_work_is_refused_by_name(start):
-    (results,) = start("refused_starts", processes=1).wait()
+    job = start(f"{PROGRAM}:refused_starts", processes=1)
+    (results,) = job.wait()
     expected = {
         "nothing": "does not know num_processes and process_id and coordinator_address of this job",
         "rank": "process_id=2 and num_processes=2 (from torchrun) contradict each other",
@@ -54,6 +57,7 @@ def test_what_cannot_work_is_refused_by_name(start):
         "contradiction": "num_processes=4 contradicts torchrun's WORLD_SIZE=2",
         "alone": "cannot join its job: of 2 processes 1 did not come within 1 s; 0 did",
         "unreachable": "could not be reached within 1 s",
+        "taken": f"no store can be served at 127.0.0.1:{job.port}",
         "late": "came too late to make this process 1 of 2: JAX has its devices already",
     }
     for name, text in expected.items():
@@ -63,6 +67,6 @@ def test_what_cannot_work_is_refused_by_name(start):
 
 
 def test_processes_that_were_told_different_sizes_say_so(start):
-    for result in start("different_sizes", processes=2).wait():
+    for result in start(f"{PROGRAM}:different_sizes", processes=2).wait():
         assert result["type"] == "ContextError"
         assert "process 1 was told of 3 processes, process 0 of 2" in result["text"]

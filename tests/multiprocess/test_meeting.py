@@ -8,12 +8,14 @@ import pytest
 
 pytestmark = pytest.mark.multiprocess
 
+PROGRAM = "tests.multiprocess._meetings"
+
 SECONDS = 20  # in which a meeting of processes that have all come is over, on any machine
 
 
 @pytest.fixture(scope="module")
 def met(start_for_module):
-    return start_for_module("meetings", processes=2, devices=2).wait(90)
+    return start_for_module(f"{PROGRAM}:meetings", processes=2, devices=2).wait(90)
 
 
 def test_every_group_over_several_processes_gets_a_transport(met):
@@ -28,6 +30,32 @@ def test_a_process_is_described_by_its_ranks_and_devices(met):
             "process 1 (ranks 2, 3; devices 2048, 2049)",
         ]
         assert results["who across"] == "process 1 (rank 1 of group 0; rank 1 of group 1; devices 2048, 2049)"
+
+
+def test_devices_of_a_node_are_compared_with_the_processes(met):
+    for results in met:
+        two, four, one = results["nodes"]
+        assert two["type"] is None
+        assert four["type"] is None
+        assert one["text"] == (
+            "async_emb num_devices_per_node=1 puts devices of process 0 on two nodes, but a process runs on one"
+        )
+
+
+def test_a_process_without_a_device_of_the_mesh_is_told_so(met):
+    assert met[0]["not mine"]["type"] is None
+    assert met[1]["not mine"]["type"] == "ContextError"
+    assert (
+        "'not mine': no device of the mesh belongs to this process, 1: the mesh is over the devices of process 0"
+        in met[1]["not mine"]["text"]
+    )
+
+
+def test_an_array_over_several_processes_can_be_printed_and_fetched(met):
+    for results in met:
+        printed, total = results["printed"]
+        assert "shape=(4, 4)" in printed
+        assert total == 16
 
 
 @pytest.mark.parametrize(
@@ -79,7 +107,7 @@ def test_meetings_leave_no_open_files_and_no_notes(met):
 
 
 def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
-    first, second, _ = start("three_meet", processes=3).wait(90, may_die=[2])
+    first, second, _ = start(f"{PROGRAM}:three_meet", processes=3).wait(90, may_die=[2])
     for results in (first, second):
         assert results["all"] == [3]
         assert "within 1.5 s process 2 (rank 2; device 4096) did not come" in results["missing"]["text"]
@@ -99,11 +127,11 @@ def test_who_is_missing_dead_or_elsewhere_is_named_and_survivors_go_on(start):
 
 
 def test_a_context_opens_again_with_a_process_that_took_a_place(start):
-    job = start("replaced", processes=2)
+    job = start(f"{PROGRAM}:replaced", processes=2)
     job.wait_for_file("ready 0")
     job.wait_for_file("ready 1")
     job.signal(1, signal.SIGKILL)
-    newcomer = start("replaced", processes=1, first=1, size=2, port=job.port, newcomer=True)
+    newcomer = start(f"{PROGRAM}:replaced", processes=1, first=1, size=2, port=job.port, newcomer=True)
     failed, again = job.wait(may_die=[1])[0]
     assert (failed["kind"], failed["peers"]) == ("lost", [1])
     assert again == [2]
