@@ -207,6 +207,7 @@ class NativeRanks:
             "processes": [],
             "process": 0,
             "transports": [],
+            "device_links": [],
             "token_blocks": list(case.blocks),
             "tokens_per_rank": case.tokens // case.ranks,
             "emb_width": case.width,
