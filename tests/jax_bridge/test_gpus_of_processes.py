@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import torch_ext
-from jax_bridge import ContextError, meeting, runtime
+from jax_bridge import ContextError, coordination, meeting, runtime
+from jax_bridge.timeouts import Patience
 from torch_ext import nccl, process_groups
 
 
@@ -70,10 +71,10 @@ def connect(monkeypatch: pytest.MonkeyPatch, gpus: dict[int, int], **stand_ins: 
     monkeypatch.setattr(nccl, "connect", stand_ins.get("between_gpus", between_gpus))
     monkeypatch.setattr(meeting, "group_processes", lambda handle: [(0, 1)])
     monkeypatch.setattr(meeting, "_store_of", {})
-    go = SimpleNamespace(id="go", address="127.0.0.1:1", hosts={0: "10.0.0.1", 1: "10.0.0.2"})
+    agreed = SimpleNamespace(id="go", store="127.0.0.1:1", hosts={0: "10.0.0.1", 1: "10.0.0.2"})
     handle = handle_over([1, 0, 1, 0])
     try:
-        links = meeting._connect(handle, go, (0, 1), 0, meeting._Deadline(30), gpus)  # type: ignore[arg-type]
+        links = meeting._connect(handle, agreed, (0, 1), 0, Patience(30), gpus)  # type: ignore[arg-type]
     except ContextError as error:
         return [error], made
     return links, made
@@ -106,10 +107,9 @@ def test_a_wrong_environment_is_found_before_the_others_count_on_this_process(mo
 
     monkeypatch.setattr(nccl, "require_environment", wrong)
     put: list[str] = []
-    monkeypatch.setattr(meeting.coordination, "put", lambda key, value: put.append(key))
+    monkeypatch.setattr(coordination, "put", lambda key, *_, **__: put.append(key))
     handle = handle_over([0, 1])
     handle.purpose = "train"
-    attending = meeting._Meeting(handle, (0, 1), 0, meeting._Deadline(1), on_gpus=True).attending()
-    with pytest.raises(ContextError, match="NCCL_RUNTIME_CONNECT is not set"), attending:
-        pass
+    with pytest.raises(ContextError, match="NCCL_RUNTIME_CONNECT is not set"):
+        meeting._Meeting(handle, (0, 1), 0, Patience(1), on_gpus=True).agree()
     assert put == []

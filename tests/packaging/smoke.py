@@ -61,7 +61,7 @@ def use_with_jax() -> None:
             state, metrics = step(state, batch, upcoming)
             losses.append(float(metrics["loss"]))
         state = step.flush(state)
-        table = np.asarray(state.tables["words"])
+        table = np.asarray(state.tables["words"].weights)
         rows = np.asarray(words.lookup(state.tables["words"], [3, 99, 3]))
     assert np.array_equal(rows, table[[3, 99, 3]])
     assert losses[-1] < 0.8 * losses[0], losses
