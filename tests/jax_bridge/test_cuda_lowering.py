@@ -322,5 +322,5 @@ def test_a_gpu_of_another_process_is_refused_by_name():
     foreign = FakeGpu(3)
     foreign.process_index = 1
     handle = gpu_handle(jax.sharding.Mesh(np.array([foreign]), ("table",)))
-    with pytest.raises(ContextError, match="no device of the mesh belongs to this process, 0: .* process 1"):
+    with pytest.raises(ContextError, match=r"no device of the mesh belongs to this process, 0: .* process 1"):
         runtime.open_context(handle)
