@@ -205,6 +205,7 @@ class EmulatedDevice : public Device {
   void synchronize(Stream stream) override { static_cast<EmulatedStream*>(stream)->synchronize(); }
 
   void copy(void* to, const void* from, std::int64_t bytes, Stream stream) override {
+    if (bytes == 0) return;  // nothing may lie at no address, which memcpy does not take
     static_cast<EmulatedStream*>(stream)->put([=] { std::memcpy(to, from, static_cast<std::size_t>(bytes)); });
   }
   void copy_from(const Device&, void* to, const void* from, std::int64_t bytes, Stream stream) override {
