@@ -114,6 +114,7 @@ class ThreadNetwork::End final : public Transport {
   }
   void announce(const std::string& failure) noexcept override {
     std::lock_guard lock(network_->mutex_);
+    if (network_->dead_.contains(self_)) return;  // a process that was killed says nothing any more
     if (!network_->announced_) network_->announced_ = failure;
   }
   std::optional<std::string> announced() noexcept override {
