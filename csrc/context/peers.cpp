@@ -44,6 +44,7 @@ Peers::Peers(const ContextSpec& spec, const core::ColumnLayout& layout, ProcessM
     peer.rows_in = Buffer(core::checked_product("rows from a peer", {own_tokens, columns_[process].bytes()}));
     if (spec.lookup_only) continue;
     peer.grads_out = Buffer(kNoticeBytes + own_tokens * columns_[process].bytes());
+    peer.refusal_out = Buffer(peer.grads_out.bytes());
     peer.grads_in = Buffer(kNoticeBytes + peer.tokens * columns_[self].bytes());
     const Slice slice = slice_of(self, unique);
     peer.sums_in = Buffer((slice.end - slice.begin + 1) * subtrees_[process].bytes());  // slices differ by a row
@@ -165,10 +166,11 @@ void Peers::unstage(int rank, void* grads) const {
 }
 
 const std::vector<Notice>& Peers::begin_update(const Notice& mine, void* grads) {
+  Buffer Peer::* const out = mine.refused ? &Peer::refusal_out : &Peer::grads_out;
   for (Peer& peer : peers_) {
-    if (peer.tokens > 0) std::memcpy(peer.grads_out.as<char>(), &mine, sizeof(mine));
+    if (peer.tokens > 0) std::memcpy((peer.*out).as<char>(), &mine, sizeof(mine));
   }
-  exchange(&Peer::grads_out, &Peer::grads_in);
+  exchange(out, &Peer::grads_in);
   const std::int64_t block = spec_.tokens_per_rank * columns_[static_cast<std::size_t>(map_.self)].bytes();
   for (std::size_t process = 0; process < peers_.size(); ++process) {
     if (peers_[process].tokens == 0) continue;

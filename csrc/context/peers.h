@@ -74,7 +74,10 @@ class Peers {
     Buffer ids_out, ids_in;      // Notice and ids
     Buffer rows_out, rows_in;    // [its tokens, own columns], [own tokens, its columns]
     Buffer grads_out, grads_in;  // Notice and [own tokens, its columns], Notice and [its tokens, own columns]
-    Buffer sums_in;              // [own slice of the rows, its subtrees]
+    // As grads_out, of a start that was refused here: what is staged may change before it has left. Nobody writes more
+    // than the notice, so it takes no memory beyond that.
+    Buffer refusal_out;
+    Buffer sums_in;  // [own slice of the rows, its subtrees]
   };
 
   void exchange(Buffer Peer::* out, Buffer Peer::* in);
