@@ -7,11 +7,18 @@ import difflib
 import math
 from typing import Any
 
-from torch_ext.common.table_rules import ID_POLICIES, MAX_TOKENS, MAX_WIDTH, as_number, is_integer, read_dtype
+from torch_ext.common.table_rules import DTYPES, ID_POLICIES, MAX_TOKENS, MAX_WIDTH, as_number, is_integer, read_dtype
 
 from .axes import axis_choices, mesh_problems
 from .checks import Arguments, Checked, check, nearest_multiples, nearest_of
 from .nodes import node_sizes
+
+# What people write beside the names themselves. Of the wider ones the widest that there is comes nearest.
+_OTHER_NAMES = {
+    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
+    **dict.fromkeys(("bf16",), "bfloat16"),
+    **dict.fromkeys(("float", "single", "fp32", "f32", "double", "float64", "fp64", "f64"), "float32"),
+}
 
 
 def find_corrections(arguments: Arguments, checked: Checked) -> list[dict[str, Any]]:
@@ -61,7 +68,7 @@ def _better_values(arguments: Arguments, group_size: int, upper: bool) -> dict[s
             logical_width = width if 1 <= width <= padded and width == int(width) else None
         changes["logical_width"] = None if logical_width in (None, padded) else int(logical_width)
     if read_dtype(arguments.dtype) is None:
-        changes["dtype"] = "float32"
+        changes["dtype"] = _nearest_dtype(arguments.dtype)
     policy = arguments.id_policy if isinstance(arguments.id_policy, str) else ""
     if policy not in ID_POLICIES:
         text = policy.casefold()
@@ -76,6 +83,11 @@ def _better_values(arguments: Arguments, group_size: int, upper: bool) -> dict[s
         if not isinstance(text, str) or not text or not text.isprintable():
             changes[argument] = default
     return {argument: value for argument, value in changes.items() if not _same(getattr(arguments, argument), value)}
+
+
+def _nearest_dtype(given: Any) -> str:
+    text = given.casefold() if isinstance(given, str) else ""
+    return _OTHER_NAMES.get(text) or (difflib.get_close_matches(text, DTYPES, n=1) or list(DTYPES))[0]
 
 
 def _same(given: object, better: object) -> bool:

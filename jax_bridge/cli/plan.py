@@ -38,6 +38,8 @@ def plan(
     from ..jobs.memory import memory_of
     from ..jobs.prediction import Machine, predict
 
+    if plot is not None and plot.suffix != ".png":  # a job file, for one, must not be drawn over
+        fail(f"--plot {plot}: a picture is written as PNG, so its name must end in .png")
     checked = check_job(read_document(job))
     if checked.findings:
         show(checked, correct(checked))

@@ -106,6 +106,15 @@ def test_the_picture_is_a_png_too(plan, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_is_not_drawn_over_a_job(async_emb, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_bytes(good_job := (BROKEN[0].parent.parent / "good" / "axis_of_size_one.toml").read_bytes())
+    status, _, error = async_emb("plan", "job.toml", "--plot", "job.toml", folder=tmp_path)
+    assert status == 2
+    assert "its name must end in .png" in error
+    assert job.read_bytes() == good_job
+
+
 def test_a_job_with_problems_gets_the_report_of_check(async_emb):
     path = BROKEN[0]
     status, out, _ = async_emb("plan", path.name, folder=path.parent)
