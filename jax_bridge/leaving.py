@@ -14,6 +14,7 @@ import jax
 
 from . import coordination
 from .errors import ContextError
+from .timeouts import Patience
 
 _BOARD = "async_emb/left"
 # From saying so until a process has really left.
@@ -34,11 +35,11 @@ def shutdown(timeout_seconds: float = 30.0) -> None:
         if here != 0:
             coordination.put(f"{_BOARD}/{here}", "", within=_SAYING_SECONDS)
         else:
-            deadline = time.monotonic() + timeout_seconds
-            while len(coordination.below(_BOARD)) < size - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
+            patience = Patience(timeout_seconds)
+            while len(coordination.below(_BOARD)) < size - 1 and not patience.over():
+                patience.pause()
             if size > 1:
-                time.sleep(_DISCONNECT_SECONDS)
+                time.sleep(_DISCONNECT_SECONDS)  # they have said so, and hang up now: nothing tells when they have
     jax.distributed.shutdown()
 
 
