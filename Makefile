@@ -12,6 +12,9 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet -c constraints.
 # A torch with CUDA: 6 GB, for checks that need no GPU.
 CUDA_VENV ?= .venv-cuda
 CUDA_RUN := $(CUDA_VENV)/bin/python
+# The benchmarks' peers, beside the torch and jax of .venv.
+BENCH_VENV ?= .venv-bench
+BENCH_RUN := $(BENCH_VENV)/bin/python
 # An interpreter that somebody names has its own torch.
 NAMED_PYTHON := $(filter command environment,$(firstword $(origin PYTHON)))
 
@@ -29,9 +32,10 @@ NATIVE_TEST_ARGS ?=
 TRAIN_ARGS ?= train
 SOAK_ARGS ?= --minutes 30
 FAULTS_ARGS ?=
+BENCH_ARGS ?=
 
 .PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
-.PHONY: docs cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
+.PHONY: bench bench-quick docs cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
 
 help: ## Show the targets
 	@sed -n -E 's/^([a-z0-9.-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r target text; do \
@@ -153,6 +157,20 @@ soak: build ## Train random shapes over 4 processes for 30 minutes; memory and o
 faults: build ## Hurt processes in every way at every point, 20 times each, and write docs/faults.md; takes hours
 	$(RUN) -m tests.multiprocess.faults --write docs/faults.md $(FAULTS_ARGS)
 
+# It sees .venv's packages through a path file, so that both sides use the same torch and the same jax.
+$(BENCH_VENV)/.ready: $(VENV)/.built
+	$(RUN) -m venv $(BENCH_VENV)
+	$(BENCH_RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(BENCH_VENV)/place
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(cat $(BENCH_VENV)/place)/tested.pth"
+	$(BENCH_RUN) -m pip --disable-pip-version-check install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 wrap-torch2jax==0.9.0
+	@touch $@
+
+bench: build $(BENCH_VENV)/.ready $(VENV)/.movielens ## Measure lookups, updates, calls and training beside their peers; needs a quiet machine
+	$(BENCH_RUN) -m benchmarks $(BENCH_ARGS)
+
+bench-quick: build $(BENCH_VENV)/.ready $(VENV)/.movielens ## The same, a few lines and iterations: shows that all of it runs
+	$(BENCH_RUN) -m benchmarks --quick $(BENCH_ARGS)
+
 clean: ## Remove .venv and everything that was built
-	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
+	rm -rf $(VENV) $(CUDA_VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torch_ext/_C.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,10 +21,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX must leav
 import numpy as np
 import torch
 
-from .gpu_cases import ROWS, TOKENS, Config, configs, make_ids, times_of
+from .gpu_cases import ROWS, TOKENS, Config, configs
 from .gpu_ours import Ours, check_bits, copy_bandwidth, kernel_times, timed, timed_parts
 from .gpu_peers import PEERS, absent
 from .gpu_table import Line, as_json, as_text, caption
+from .ids import make_ids
+from .timing import times_of
 
 BATCHES = 4  # of ids, in turn: what one lookup leaves in the cache does not serve the next
 

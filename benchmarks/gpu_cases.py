@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
-import numpy as np
+from .ids import IDS
 
 ROWS, TOKENS = 10_000_000, 1_000_000
 WIDTHS = (32, 64, 128, 256)
 ELEMENT = {"bfloat16": 2, "float32": 4}
-IDS = ("uniform", "zipf 1.05", "zipf 1.15")
 # Shares of the copy bandwidth of the same run that are wanted on an H200.
 LOOKUP_GOAL, UPDATE_GOAL = 0.90, 0.60
 LOOKUP_GOAL_FROM_WIDTH = 64
@@ -58,45 +55,3 @@ def update_bytes(tokens: int, distinct: int, row_bytes: int) -> int:
 def copy_bytes(size: int) -> int:
     """Of a copy: everything is read and written."""
     return 2 * size
-
-
-def make_ids(kind: str, rows: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Token ids, int32 [tokens]. "zipf S": the row of rank r has a share that goes with r^-S, and ranks lie anywhere in
-    the table."""
-    if kind == "uniform":
-        return rng.integers(0, rows, tokens, dtype=np.int32)
-    name, exponent = kind.split()
-    if name != "zipf":
-        raise ValueError(f"ids {kind!r} are none of {', '.join(IDS)}")
-    ranks = np.searchsorted(_shares(float(exponent), rows), rng.random(tokens)).clip(max=rows - 1)
-    return _places(rows)[ranks]
-
-
-@functools.cache
-def _shares(exponent: float, rows: int) -> np.ndarray:
-    """Cumulative."""
-    shares = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
-    return shares / shares[-1]
-
-
-@functools.cache
-def _places(rows: int) -> np.ndarray:
-    return np.random.default_rng(0).permutation(rows).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Microseconds of one thing, over `count` repetitions."""
-
-    p50: float
-    p90: float
-    count: int
-
-    def share(self, moved: int, bandwidth: float) -> float:
-        """The part of `bandwidth` (bytes a second) that moving so many bytes in the median time is."""
-        return moved / (self.p50 * 1e-6) / bandwidth
-
-
-def times_of(microseconds: Sequence[float]) -> Times:
-    p50, p90 = np.percentile(np.asarray(microseconds, np.float64), [50, 90])
-    return Times(float(p50), float(p90), len(microseconds))

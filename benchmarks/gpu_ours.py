@@ -15,7 +15,9 @@ import torch
 import torch_ext
 from jax_bridge import reference
 
-from .gpu_cases import ELEMENT, Times, make_ids, times_of
+from .gpu_cases import ELEMENT
+from .ids import make_ids
+from .timing import Times, times_of
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LEARNING_RATE, EPS = 0.05, 1e-8

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .gpu_cases import Times, times_of
 from .gpu_ours import EPS, LEARNING_RATE, Ours, timed, timed_parts
+from .timing import Times, times_of
 
 Pair = tuple[Times | None, Times | None]
 

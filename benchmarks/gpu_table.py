@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .gpu_cases import LOOKUP_GOAL, UPDATE_GOAL, Config, Times, lookup_bytes, update_bytes
+from .gpu_cases import LOOKUP_GOAL, UPDATE_GOAL, Config, lookup_bytes, update_bytes
+from .timing import Times
 
 HEADERS = (
     "D",

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_cases, gpu_peers, gpu_table
-from benchmarks.gpu_cases import Config, Times, configs, lookup_bytes, make_ids, times_of, update_bytes
+from benchmarks import gpu_peers, gpu_table
+from benchmarks.gpu_cases import Config, configs, lookup_bytes, update_bytes
 from benchmarks.gpu_ours import EPS, LEARNING_RATE, kernel_name
 from benchmarks.gpu_table import Line, as_json, as_text, cells
+from benchmarks.ids import IDS, make_ids
+from benchmarks.timing import Times, times_of
 from jax_bridge import reference
 
 REPOSITORY = Path(__file__).parents[3]
@@ -39,7 +41,7 @@ def test_a_share_is_bytes_over_time_over_bandwidth():
     assert times_of([1.0, 2.0, 3.0, 4.0, 100.0]) == Times(p50=3.0, p90=pytest.approx(61.6), count=5)
 
 
-@pytest.mark.parametrize("kind", gpu_cases.IDS)
+@pytest.mark.parametrize("kind", IDS)
 def test_ids_are_in_the_table_and_come_as_their_name_says(kind):
     rows, tokens = 100_000, 50_000
     ids = make_ids(kind, rows, tokens, np.random.default_rng(0))
