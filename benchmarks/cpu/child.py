@@ -1,4 +1,4 @@
-"""One suite in this process: ``python -m benchmarks.cpu.child SUITE FILE [--quick]`` writes a JSON row a line to FILE."""
+"""One suite in this process: ``python -m benchmarks.cpu.child SUITE FILE`` writes rows to FILE, JSON, one a line."""
 
 from __future__ import annotations
 
