@@ -17,8 +17,8 @@ from pathlib import Path
 from . import machine
 from .cpu.plots import plot
 from .cpu.row import as_json
-from .cpu.suites import SUITES, SuiteError, run
-from .cpu.table import as_markdown, summary, write_into
+from .cpu.suites import ROOT, SUITES, SuiteError, run
+from .cpu.table import as_markdown, in_short, summary, write_into
 
 NAMES = ", ".join(suite.name for suite in SUITES)
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few lines and iterations: shows that everything runs")
     parser.add_argument("--only", default="*", metavar="PATTERN", help=f"of these suites: {NAMES}")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or build/bench of --quick")
-    parser.add_argument("--readme", type=Path, help="a file to put the table into, between its two marks")
+    parser.add_argument("--publish", action="store_true", help="put the tables into README.md and docs/performance.md")
     options = parser.parse_args(arguments)
     suites = [suite for suite in SUITES if fnmatch.fnmatch(suite.name, options.only)]
     if not suites:
@@ -52,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (folder / "cpu.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     (folder / "cpu.md").write_text(f"{caption}\n\n{table}")
     plot(rows, folder / "cpu.png")
-    if options.readme:
-        write_into(options.readme, f"\n{caption}:\n\n{table}\n")
+    if options.publish:
+        write_into(ROOT / "README.md", f"\n{in_short(rows)}\n{caption}: `make bench`\n\n")
+        write_into(ROOT / "docs" / "performance.md", f"\n{table}\n{caption}\n\n")
     print(f"written: {', '.join(str(folder / name) for name in ('cpu.json', 'cpu.md', 'cpu.png'))}")
     for failure in failures:
         print(failure, file=sys.stderr)

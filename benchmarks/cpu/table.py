@@ -1,19 +1,51 @@
-"""The rows as Markdown, which a terminal shows as well as the README does."""
+"""The rows as Markdown, which a terminal shows as well as a page does: all of them, and in short."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .row import Row
 
+SHORT_HEADERS = ("work", "beside", "result", "goal", "reached")
 HEADERS = ("work", "setting", "ours (p90)", "peer", "peer's (p90)", "result", "goal", "of a copy")
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 def as_markdown(rows: Iterable[Row]) -> str:
-    lines = [HEADERS, ("---",) * len(HEADERS), *(_cells(row) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return _markdown(HEADERS, map(_cells, rows))
+
+
+def in_short(rows: Sequence[Row]) -> str:
+    """One line for each work, peer and goal, over all settings: the worst and the best result."""
+    kinds = sorted((row for row in rows if row.goal), key=_kind)
+    order = {_kind(row): place for place, row in reversed(list(enumerate(rows)))}
+    groups = [list(group) for _, group in itertools.groupby(kinds, key=_kind)]
+    return _markdown(SHORT_HEADERS, map(_short_cells, sorted(groups, key=lambda group: order[_kind(group[0])])))
+
+
+def _kind(row: Row) -> tuple[str, ...]:
+    return row.work, row.peer, row.unit, row.goal.text(row.unit) if row.goal else ""
+
+
+def _short_cells(group: Sequence[Row]) -> tuple[str, ...]:
+    first = group[0]
+    assert first.goal is not None
+    values = sorted((row.value for row in group), reverse=first.goal.kind != "speedup")
+    shown = list(dict.fromkeys(first.goal.format(value, first.unit) for value in (values[0], values[-1])))
+    reached = sum(row.is_met is True for row in group)
+    return (
+        first.work,
+        first.peer,
+        " to ".join(shown),
+        first.goal.text(first.unit),
+        f"{reached} of {len(group)}" if len(group) > 1 else "yes" if reached else "**no**",
+    )
+
+
+def _markdown(headers: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [headers, ("---",) * len(headers), *lines])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.cpu.row import Options, Row, as_json, at_most, faster, from_json, within
-from benchmarks.cpu.table import BEGIN, END, HEADERS, as_markdown, summary, write_into
+from benchmarks.cpu.table import BEGIN, END, HEADERS, as_markdown, in_short, summary, write_into
 from benchmarks.timing import Times, alternately
 
 
@@ -64,6 +64,16 @@ def test_the_table_has_a_line_for_each_row_and_marks_what_was_missed():
     assert "| **4 × faster** | ≥ 5 × faster |" in table[3]
     assert "2.5 ms (3.75)" in table[4]
     assert summary([row(goal=faster(2)), row(goal=faster(5)), row()]).startswith("1 of 2 rows with a goal reach it\n")
+
+
+def test_in_short_there_is_a_line_for_each_work_with_its_worst_and_best_result():
+    gathers = [row(ours, 10, work="gather", goal=at_most(1.0)) for ours in (9, 12, 5)]
+    updates = [row(4, 40, goal=faster(10))]
+    lines = in_short([*gathers, row(), *updates, row(1, 2, work="add")]).splitlines()
+    assert lines[2:] == [
+        "| gather | somebody | 1.20 × its time to 0.50 × its time | ≤ 1.00 × its time | 2 of 3 |",
+        "| update | somebody | 10 × faster | ≥ 10 × faster | yes |",
+    ]
 
 
 def test_the_table_goes_between_the_marks_of_a_file_and_nowhere_else(tmp_path):
