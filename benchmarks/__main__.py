@@ -23,8 +23,8 @@ from .cpu.table import as_markdown, in_short, summary, write_into
 NAMES = ", ".join(suite.name for suite in SUITES)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+def main(arguments: Sequence[str] | None = None, program: str = "python -m benchmarks") -> int:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few lines and iterations: shows that everything runs")
     parser.add_argument("--only", default="*", metavar="PATTERN", help=f"of these suites: {NAMES}")
     parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, or build/bench of --quick")

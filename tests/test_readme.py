@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from jax_bridge.jobs.checking import check_job
-from jax_bridge.jobs.job_file import Document
+from jax_bridge.jobs.document import Document
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST_DEVICES = "--xla_force_host_platform_device_count=4"

@@ -1,6 +1,7 @@
 """The command line: `async-emb`, also `python -m jax_bridge`. One file a command.
 
-Exit status: 0 where all is well, 1 where a command found problems, 2 where it was called wrongly.
+Exit status: 0 where all is well, 1 where a command found problems, 2 where it was called wrongly or its output cannot
+be written. Where the reader of a pipe has gone it ends as other programs do, by SIGPIPE and in silence.
 """
 
 from __future__ import annotations
@@ -22,5 +23,7 @@ def main() -> None:
         )
         sys.exit(2)
     from .app import app
+    from .streams import writing_to_the_end
 
-    app(prog_name="async-emb")
+    with writing_to_the_end():
+        app(prog_name="async-emb")

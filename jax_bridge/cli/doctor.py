@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from .output import PROBLEMS, as_json, console, styled
+from .output import PROBLEMS, console, print_json, styled
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -28,7 +27,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the lines as
     counts = {status: sum(line.status == status for line in lines) for status in _STYLES}
     if json:
         data = {"ok": not counts["problem"], "lines": [line._asdict() for line in lines]}
-        sys.stdout.write(as_json(data) + "\n")
+        print_json(data)
     else:
         out.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['problem']} problems")
     if counts["problem"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, NoReturn
 
@@ -9,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-PROBLEMS, USAGE = 1, 2
+from .streams import USAGE
+
+PROBLEMS = 1
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -26,11 +29,13 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
 def fail(message: str) -> NoReturn:
     """Ends the command: it was called wrongly."""
-    console(stderr=True).print(styled(("error: ", "bold red"), message))
+    with contextlib.suppress(OSError):  # the status says it, too
+        console(stderr=True).print(styled(("error: ", "bold red"), message))
     raise typer.Exit(USAGE)
 
 
-def as_json(value: Any) -> str:
+def print_json(value: Any) -> None:
+    """One value as JSON (RFC 8259), in ASCII: it is read alike whatever the encoding of the terminal."""
     import json
 
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")

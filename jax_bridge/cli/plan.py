@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .check import JobFile, read_document, show
-from .output import PROBLEMS, as_json, console, fail
+from .job_report import JobFile, end_with_findings, read_document
+from .output import console, fail, print_json
 
 if TYPE_CHECKING:
     from ..jobs.checking import CheckedJob
@@ -21,29 +20,38 @@ _BAR = 44
 _ROWS_ARE_NOT_BUILT = "Row sharding is not built yet: what is said of rows is what it would take."
 
 
+def _in(unit: str, least: float = 0.0, most: float = 1e9) -> Any:
+    """An option for a number of these units. An infinite one has no place in a picture, nor in JSON."""
+
+    def checked(value: float) -> float:
+        if not least <= value <= most:
+            raise typer.BadParameter(f"{value:g} is not a number between {least:g} and {most:g}")
+        return value
+
+    return typer.Option(help=unit, callback=checked)
+
+
 def plan(
     job: JobFile,
-    bandwidth: Annotated[float, typer.Option(min=1e-6, help="Of the link of a process, in GB/s.")] = 12.5,
-    latency: Annotated[float, typer.Option(min=0.0, help="Of a message between processes, in microseconds.")] = 20.0,
-    memory_bandwidth: Annotated[float, typer.Option(min=1e-6, help="Of the memory of a process, in GB/s.")] = 20.0,
-    dense: Annotated[float, typer.Option(min=0.0, help="Forward and backward of a step, in milliseconds.")] = 10.0,
-    forward_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="How much of that is the forward.")] = 1 / 3,
-    unique_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Distinct ids among a batch's tokens.")] = 1.0,
+    bandwidth: Annotated[float, _in("Of the link of a process, in GB/s.", least=1e-6)] = 12.5,
+    latency: Annotated[float, _in("Of a message between processes, in microseconds.")] = 20.0,
+    memory_bandwidth: Annotated[float, _in("Of the memory of a process, in GB/s.", least=1e-6)] = 20.0,
+    dense: Annotated[float, _in("Forward and backward of a step, in milliseconds.")] = 10.0,
+    forward_share: Annotated[float, _in("How much of that is the forward.", most=1.0)] = 1 / 3,
+    unique_share: Annotated[float, _in("Distinct ids among a batch's tokens.", most=1.0)] = 1.0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Draw it into this file, too.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Predict memory by rank, bytes sent, embedding time and exposed time of a job, by columns and by rows."""
     from ..jobs.checking import check_job
-    from ..jobs.corrections import correct
     from ..jobs.memory import memory_of
     from ..jobs.prediction import Machine, predict
 
     if plot is not None and plot.suffix != ".png":  # a job file, for one, must not be drawn over
         fail(f"--plot {plot}: a picture is written as PNG, so its name must end in .png")
-    checked = check_job(read_document(job))
+    checked = check_job(read_document(job, json=json))
     if checked.findings:
-        show(checked, correct(checked))
-        raise typer.Exit(PROBLEMS)
+        end_with_findings(checked, json=json)
     machine = Machine(
         bandwidth=bandwidth * 1e9,
         latency=latency * 1e-6,
@@ -56,7 +64,7 @@ def plan(
     if plot is not None:
         _plot(plot, checked, memory, predictions, machine)
     if json:
-        sys.stdout.write(as_json(_as_data(checked, memory, predictions, machine)) + "\n")
+        print_json(_as_data(checked, memory, predictions, machine))
     else:
         _show_memory(memory)
         _show_times(checked, predictions, machine)

@@ -12,7 +12,8 @@ from ..checks import Arguments, Checked, check, size_warning
 from ..errors import Problem
 from ..optimizers import RowwiseAdagrad
 from ..table_checks import TableArguments, own_problems, staleness_problem
-from .job_file import Document, Finding, Job, TableSettings, read_job
+from .document import Document
+from .job_file import Finding, Job, TableSettings, read_job
 from .toml_positions import Path
 
 # Arguments of make_context_handle that the whole job has, and under which name.

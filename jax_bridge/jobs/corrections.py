@@ -13,8 +13,9 @@ from ..checks import check, nearest_of
 from ..corrections import find_corrections
 from ..table_checks import own_problems
 from .checking import CheckedJob, check_job, handle_arguments, path_of, table_arguments
+from .document import Document
 from .edits import Edit, apply, as_toml
-from .job_file import Document, Finding, Job
+from .job_file import Finding, Job
 from .toml_positions import Path
 
 _ROUNDS = 6

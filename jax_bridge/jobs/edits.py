@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .job_file import Document
+from .document import Document
 from .toml_positions import Entry, Path, Span
 
 

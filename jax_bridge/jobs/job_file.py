@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ from ..checks import nearest_of
 from ..errors import Problem, show
 from ..mesh_outline import MeshOutline
 from ..optimizers import RowwiseAdagrad
-from .toml_positions import Entry, Path, line_and_column, positions
+from .document import Document
+from .toml_positions import Path
 
 MAX_DEVICES = 2**16
 OPTIMIZERS = {"rowwise_adagrad": RowwiseAdagrad}
@@ -88,40 +88,6 @@ class Job:
     processes: int
     staleness: Any
     tables: dict[str, TableSettings]
-
-
-class Document:
-    """A job file: its text, its data, and where everything stands.
-
-    Raises:
-        tomllib.TOMLDecodeError: the text is not TOML.
-    """
-
-    def __init__(self, text: str, name: str) -> None:
-        self.text = text
-        self.name = name
-        self.data: dict[str, Any] = tomllib.loads(text)
-        self.entries: dict[Path, Entry] = positions(text)
-
-    def has(self, path: Path) -> bool:
-        return path in self.entries
-
-    def place(self, finding: Finding) -> tuple[int, int]:
-        """Line and column of what the finding is about, or of the nearest table around it; (1, 1) for the file."""
-        path = finding.path
-        while path and path not in self.entries:
-            path = path[:-1]
-        if not path:
-            return 1, 1
-        entry = self.entries[path]
-        at_value = entry.value is not None and not (finding.of_key and path == finding.path)
-        return line_and_column(self.text, entry.value.start if at_value and entry.value else entry.key.start)
-
-    def line_of(self, finding: Finding) -> str:
-        """The line of `place`, as written; nothing where the key is missing."""
-        if finding.path not in self.entries:
-            return ""
-        return self.text.split("\n")[self.place(finding)[0] - 1].strip()
 
 
 def read_job(document: Document) -> tuple[Job, list[Finding]]:

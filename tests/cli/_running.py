@@ -13,7 +13,8 @@ import optax
 
 from jax_bridge import AsyncEmbedding, train_step, with_next
 from jax_bridge.jobs.checking import CheckedJob, check_job
-from jax_bridge.jobs.job_file import Document, Job, TableSettings
+from jax_bridge.jobs.document import Document
+from jax_bridge.jobs.job_file import Job, TableSettings
 
 STEPS = 4
 

@@ -26,7 +26,7 @@ def async_emb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     from jax_bridge.cli.app import app
 
     def run(*arguments: object, stdin: bytes = b"", folder: Path | None = None) -> Outcome:
-        out, err = io.StringIO(), io.StringIO()
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(folder or Path.cwd()):
             try:
@@ -34,6 +34,8 @@ def async_emb(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
                 status = 0
             except SystemExit as exit:
                 status = exit.code if isinstance(exit.code, int) else 1
-        return Outcome(status, out.getvalue(), err.getvalue())
+        for stream in (out, err):
+            stream.seek(0)
+        return Outcome(status, out.read(), err.read())
 
     return run

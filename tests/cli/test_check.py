@@ -16,7 +16,7 @@ import pytest
 
 from jax_bridge.jobs.checking import check_job
 from jax_bridge.jobs.corrections import correct
-from jax_bridge.jobs.job_file import Document
+from jax_bridge.jobs.document import Document
 
 JOBS = Path(__file__).parents[1] / "jobs"
 BROKEN = sorted((JOBS / "broken").glob("*.toml"))
@@ -37,7 +37,6 @@ def test_a_broken_job_gets_its_report(path, async_emb):
     assert (status, err) == (1, "")
     assert out == path.with_suffix(".txt").read_text()
     places = re.findall(rf"^{re.escape(path.name)}:(\d+):\d+:", out, re.MULTILINE)
-    places += re.findall(r"\(at line (\d+), column \d+\)$", out, re.MULTILINE)
     assert {int(line) for line in places} == marked_lines(path.read_text())
 
 
@@ -114,6 +113,29 @@ def test_a_file_that_exists_is_not_replaced_unless_asked(async_emb, tmp_path):
     assert tomllib.loads(job.read_text())["tables"]["a"]["width"] == 8
 
 
+def test_a_corrected_file_goes_through_a_pipe(async_emb, tmp_path):
+    job = WIDTH.format("width = 6 # \u00fc\noptimizer.learning_rate = 1").replace("\n", "\r\n")
+    status, out, err = async_emb("check", "-", "--fix", "-", stdin=job.encode(), folder=tmp_path)
+    assert status == 1, "there were problems"
+    assert out == job.replace("width = 6 # \u00fc", "width = 8 # \u00fc\r\nlogical_width = 6")
+    assert err.startswith("<stdin>:7:9: width = 6 # \u00fc\n"), "the report goes where it is in nobody's way"
+    assert list(tmp_path.iterdir()) == []
+    assert async_emb("check", "-", "--fix", "-", stdin=out.encode()).out == out, "what is right passes through"
+
+
+@pytest.mark.parametrize("job", ["rows = ", WIDTH.format("width = 'x'")], ids=["no TOML", "cannot be guessed"])
+def test_nothing_goes_through_a_pipe_where_no_file_passes(job, async_emb):
+    status, out, err = async_emb("check", "-", "--fix", "-", stdin=job.encode())
+    assert (status, out) == (1, "")
+    assert err.startswith("<stdin>:")
+
+
+def test_a_corrected_file_and_json_do_not_share_a_pipe(async_emb):
+    status, out, err = async_emb("check", "-", "--fix", "-", "--json", stdin=b"rows = 1")
+    assert (status, out) == (2, "")
+    assert "--fix - and --json would both write to the standard output" in err
+
+
 def test_lines_end_as_they_did(async_emb, tmp_path):
     job = tmp_path / "job.toml"
     job.write_bytes(WIDTH.format("width = 6\noptimizer.learning_rate = 1").replace("\n", "\r\n").encode())
@@ -130,6 +152,31 @@ def test_a_job_may_come_through_a_pipe(async_emb):
     status, out, _ = async_emb("check", "-", stdin=WIDTH.format("width = 6").encode())
     assert status == 1
     assert "<stdin>:7:9: width = 6\n" in out
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+@names(BROKEN)
+def test_whatever_is_found_comes_as_json_with_the_same_status(command, path, async_emb):
+    status, out, err = async_emb(command, path.name, "--json", folder=path.parent)
+    assert (status, err) == (1, "")
+    data = json.loads(out, parse_constant=no_constant)
+    report = path.with_suffix(".txt").read_text()
+    places = re.findall(rf"^{re.escape(path.name)}:(\d+):(\d+):", report, re.MULTILINE)
+    assert [(str(problem["line"]), str(problem["column"])) for problem in data["problems"]] == places
+    assert all(problem["message"] in report for problem in data["problems"])
+    assert not data["ok"]
+
+
+def test_json_is_read_alike_in_any_encoding(async_emb, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text('"gr\u00f6\u00dfe" = 1\n', encoding="utf-8")
+    out = async_emb("check", job, "--json").out
+    assert out.isascii()
+    assert "gr\u00f6\u00dfe" in json.dumps(json.loads(out), ensure_ascii=False)
 
 
 def test_findings_come_as_json_too(async_emb, tmp_path):
@@ -154,13 +201,29 @@ def test_more_room_for_unique_ids_than_a_batch_can_need_is_a_warning(async_emb, 
     assert f"{job}:8:14: warning: async_emb num_unique=100 is above tokens_per_batch + 1 = 9" in out
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a = '\n\xe9'"], ids=["utf-16", "latin-1"])
-def test_a_file_of_another_encoding_is_named(content, async_emb, tmp_path):
+NOT_TOML = {
+    "utf-16": (b"\xff\xfea\0", (1, 1), "this is not UTF-8, as TOML must be: the byte 0xff cannot stand here"),
+    "latin-1": ("a = 1\n\u00fc\u00fc = '".encode() + b"\xe9'", (2, 7), "the byte 0xe9 cannot stand here"),
+    "latin-1 after a mark": (b"\xef\xbb\xbfa = '\xe9'", (1, 6), "the byte 0xe9 cannot stand here"),
+    "value": (b"\n a = 1 2", (2, 8), "this is not TOML: Expected newline or end of document"),
+    "end": (b"a = 1\nb = [2,\n", (3, 1), "this is not TOML: Invalid value"),
+    "number": (b"a = 1\nb = " + b"9" * 5000, (2, 5005), "this is not TOML: Exceeds the limit"),
+    "depth": (b"a = " + b"[" * 5000, (1, 5005), "this is not TOML: "),
+}
+
+
+@pytest.mark.parametrize(("content", "place", "said"), NOT_TOML.values(), ids=NOT_TOML.keys())
+def test_what_is_not_toml_is_shown_at_its_place(content, place, said, async_emb, tmp_path):
     job = tmp_path / "job.toml"
     job.write_bytes(content)
-    status, out, _ = async_emb("check", job)
-    assert status == 1
-    assert "is not UTF-8, as TOML must be" in out
+    status, out, err = async_emb("check", job)
+    assert (status, err) == (1, "")
+    assert out.startswith(f"{job}:{place[0]}:{place[1]}:")
+    assert out.splitlines()[-1].startswith("    ")
+    assert said in out
+    (problem,) = json.loads(async_emb("check", job, "--json").out)["problems"]
+    assert ((problem["line"], problem["column"]), problem["key"]) == (place, "")
+    assert said in problem["message"]
 
 
 def test_a_wrong_call_is_told_apart_from_a_wrong_job(async_emb, tmp_path):

@@ -35,6 +35,24 @@ def plan(async_emb):
     return run
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1", "1e300", "x"])
+@pytest.mark.parametrize(
+    "option", ["--bandwidth", "--latency", "--memory-bandwidth", "--dense", "--forward-share", "--unique-share"]
+)
+def test_a_number_that_is_none_is_refused(option, value, async_emb):
+    status, out, err = async_emb("plan", "-", option, value, stdin=JOB.format(**DEFAULTS).encode())
+    assert (status, out) == (2, "")
+    assert f"Invalid value for '{option}': " in err
+    assert value == "x" or f"{float(value):g} is not a number between" in err
+
+
+def test_the_largest_numbers_give_a_picture_and_json(plan):
+    for least, most in (("--bandwidth", "--dense"), ("--memory-bandwidth", "--latency")):
+        options = (least, 1e-6, most, 1e9)
+        assert "exposed" in plan(*options)
+        assert plan("--json", *options)["columns"]["exposed_seconds"] >= 0
+
+
 def test_bytes_are_those_of_the_model_that_runs_are_held_to(plan):
     columns = plan("--json", "--unique-share", 0.5)["columns"]
     expected = traffic.column_sharded(
