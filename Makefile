@@ -34,7 +34,7 @@ SOAK_ARGS ?= --minutes 30
 FAULTS_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults clean
+.PHONY: help build test asan-build asan-test lint format native-test native-test-asan native-test-tsan train train-4proc soak faults weekly clean
 .PHONY: bench bench-quick docs cuda-check cuda-check-all gpu-test wheel sdist package-test first-use-test
 
 help: ## Show the targets
@@ -156,6 +156,9 @@ soak: build ## Train random shapes over 4 processes for 30 minutes; memory and o
 
 faults: build ## Hurt processes in every way at every point, 20 times each, and write docs/faults.md; takes hours
 	$(RUN) -m tests.multiprocess.faults --write docs/faults.md $(FAULTS_ARGS)
+
+weekly: soak faults $(VENV)/.movielens ## What is too long for every change: soak, faults, and the tests that take minutes each
+	ASYNC_EMB_ALL_TESTS=1 $(RUN) -m pytest -q $(TEST_ARGS)
 
 # It sees .venv's packages through a path file, so that both sides use the same torch and the same jax.
 $(BENCH_VENV)/.ready: $(VENV)/.built

@@ -91,9 +91,11 @@ class Line:
 
 
 def bound(ratio: float, forward_share: float) -> float:
-    """What can be hidden at most where updates take half of the embedding time, behind the forward, and lookups the
-    other half, behind the backward. `ratio`: of dense work to embedding time."""
-    return min(0.5, ratio * forward_share) + min(0.5, ratio * (1 - forward_share))
+    """What can be hidden at most where updates take half of the embedding time, from the begin of the dense work on,
+    and lookups the other half, from the end of the forward or of the update on, whichever is later. `ratio`: of dense
+    work to embedding time."""
+    lookup_ends = max(0.5, ratio * forward_share) + 0.5
+    return 1 - max(0.0, lookup_ends - ratio)
 
 
 HEADERS = (

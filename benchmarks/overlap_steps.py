@@ -164,11 +164,11 @@ class OwnStep:
         rows, gate = self._rows(ids, pin)
         table, accumulator, gate = self._update(table, accumulator, gate)
         loss, pull_back = jax.vjp(lambda rows: dense(rows, counts, mixer), ae.depend(rows, gate))
-        *_, gate = ae.rowwise_adagrad_update_done(ae.depend(gate, loss), self.handle)
-        table, pin = ae.lookup_start(upcoming, table, gate, self.handle)
-        (gradient,) = pull_back(ae.depend(jnp.ones_like(loss), pin))
-        staged = ae.stage_update(gradient, None, None, True, pin, self.handle)
-        return (ae.settle(table, staged, self.handle), accumulator, ae.depend(pin, staged)), loss[None]
+        table, pin, issued = ae.lookup_start_beside_update(upcoming, table, ae.depend(gate, loss), self.handle)
+        (gradient,) = pull_back(ae.depend(jnp.ones_like(loss), issued))
+        *_, gate = ae.rowwise_adagrad_update_done(ae.depend(issued, gradient), self.handle)
+        staged = ae.stage_update(gradient, None, None, True, gate, self.handle)
+        return (ae.settle(table, staged, self.handle), accumulator, pin), loss[None]
 
 
 # ---- A data-parallel training step: XLA sums the loss and the dense gradients over the same link

@@ -50,6 +50,20 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
     )(token_ids, table, gate)
 
 
+def lookup_start_beside_update(
+    token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextHandle
+) -> tuple[Any, Any, Any]:
+    """``ops.lookup_start_beside_update`` on global arrays. Returns (table, pin, issued)."""
+    _require_tokens(token_ids, handle)
+    tokens = token_spec(handle)
+    return _map(
+        handle,
+        lambda ids, table, gate: ops.lookup_start_beside_update(ids, table, gate, handle),
+        (tokens, table_spec(handle), tokens),
+        (table_spec(handle), tokens, tokens),
+    )(token_ids, table, gate)
+
+
 def lookup_done(pin: Any, handle: AsyncEmbContextHandle, *, token_ids: Any) -> Any:
     """``ops.lookup_done`` on global arrays: rows [*token_ids.shape, logical_width]."""
     _require_tokens(token_ids, handle)

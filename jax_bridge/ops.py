@@ -72,6 +72,54 @@ def lookup_start(token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextH
     return table, pin
 
 
+def lookup_start_beside_update(
+    token_ids: Any, table: Any, gate: Any, handle: AsyncEmbContextHandle
+) -> tuple[Any, Any, Any]:
+    """As ``lookup_start``, between an update start on ``table`` and its done, without waiting for that update.
+
+    The ids are taken at once; the rows are read when the update has ended, so they have it. With ``lookup_start`` what
+    waits for the pin would wait for the update too, because a table that is lent is not there before.
+
+    Args:
+        token_ids: as of ``lookup_start``.
+        table: as the update start returned it.
+        gate: what to wait for.
+        handle: the handle.
+
+    Returns:
+        ``(table, pin, issued)``: the same table; the pin of this lookup, for ``lookup_done`` in a later step (it comes
+        back with the table, so what waits for it here waits for the update and the lookup); and ``issued``, float32
+        [1], for what shall run beside both.
+
+    Raises:
+        ContextError: shapes or dtypes that do not fit the handle.
+    """
+    open_context(handle)
+    _require(handle, "token_ids", token_ids, dtypes=(np.int32, np.int64), elements=handle.tokens_per_rank)
+    _require(handle, "table", table, dtypes=(handle.dtype,), shape=(None, handle.shard_width))
+    issued, pin = call(
+        "async_emb_lookup_begin_beside_update",
+        "lookup_start_beside_update",
+        [token_ids, _gate(handle, gate)],
+        [_PIN, _PIN],
+        axes=handle.table_axis,
+        lends=True,
+        attrs=_context(handle),
+    )
+    # A pin of its own, which lives on to the end of the step: see _no_pin.
+    table, pin = call(
+        "async_emb_lookup_lease_beside_update",
+        "lookup_start_beside_update",
+        [table, pin],
+        [shape_of(table), _PIN],
+        axes=handle.table_axis,
+        aliases={0: 0, 1: 1},
+        lends=True,
+        attrs=_context(handle),
+    )
+    return table, pin, issued
+
+
 def lookup_done(pin: Any, handle: AsyncEmbContextHandle, *, token_ids: Any = None) -> Any:
     """The rows of the lookup that ``pin`` belongs to: [tokens_per_rank, emb_width], bit for bit as in the table.
 

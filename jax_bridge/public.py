@@ -20,6 +20,7 @@ from .mesh import pad_width, replica_groups
 from .ops import (
     lookup_done,
     lookup_start,
+    lookup_start_beside_update,
     rowwise_adagrad_lazy_update_start,
     rowwise_adagrad_update_done,
     rowwise_adagrad_update_start,
@@ -72,6 +73,7 @@ __all__ = [
     "initialize",
     "lookup_done",
     "lookup_start",
+    "lookup_start_beside_update",
     "make_context_handle",
     "mark",
     "open_context",

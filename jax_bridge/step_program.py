@@ -2,11 +2,12 @@
 
 Every table's calls are chained on one gate, in the order of the tables' names. Order comes from data alone, so dense
 compute is placed between calls by making values wait: the rows for the update starts (forward after them), the gate for
-the loss (update_done after the forward), the loss's cotangent for the lookup starts (backward after them).
+the loss (lookup starts after the forward), the loss's cotangent for the lookup starts (backward after them), the gate
+for the gradients (update_done after the backward).
 
 Staleness 1::
 
-    lookup_done(k) -> update_start(k-1) -> forward -> update_done(k-1) -> lookup_start(k+1) -> backward
+    lookup_done(k) -> update_start(k-1) -> forward -> lookup_start(k+1) -> backward -> update_done(k-1)
                  -> stage_update(k) -> settle
 
 Staleness 0::
@@ -101,18 +102,22 @@ class StepProgram:
         rows, gate = self._consume(state.pins, ids, self._gate())
         tables, gate = self._start_updates(dict(state.tables), state.step - 1, gate)
         pins: dict[str, Any] = {}
-        reports: dict[str, Any] = {}
 
         def between(loss: Any, gate: Any) -> Any:
-            nonlocal tables, pins, reports
+            nonlocal tables, pins
             gate = ops.wait_for(gate, loss, P(), self._first_handle())
-            reports, gate = self._finish_updates(gate)
-            tables, pins, gate = self.arm(tables, next_ids, gate)
+            tables, pins, gate = self._arm_beside_updates(tables, next_ids, gate)
             return gate
 
         gradients, rows_gradient, loss, aux, gate = self._dense(state.params, rows, batch, gate, between)
         finite = _all_finite((loss, gradients, rows_gradient))
+        reports, gate = self._finish_updates(ops.wait_for(gate, finite, P(), self._first_handle()))
         gate = self._stage(rows_gradient, finite, gate)
+        # What is staged belongs to the last lookup that was consumed, also where the next step is in this program.
+        pins = {
+            name: ops.wait_for(pin, gate, ops.token_spec(self.handles[name]), self.handles[name])
+            for name, pin in pins.items()
+        }
         params, opt_state = self._update_dense(state, gradients, finite)
         metrics = {"loss": loss, "finite": finite, **reports, **({"aux": aux} if self.has_aux else {})}
         return StepState(params, opt_state, self.settle(tables, gate), pins, state.step + 1), metrics
@@ -180,6 +185,17 @@ class StepProgram:
             )
             tables[name] = TableState(weights, state)
         return tables, gate
+
+    def _arm_beside_updates(
+        self, tables: dict[str, TableState], ids: Mapping[str, Any], gate: Any
+    ) -> tuple[dict[str, TableState], dict[str, Any], Any]:
+        armed, pins = {}, {}
+        for name in self._names():
+            weights, pins[name], gate = ops.lookup_start_beside_update(
+                ids[name], tables[name].weights, gate, self.handles[name]
+            )
+            armed[name] = tables[name]._replace(weights=weights)
+        return armed, pins, gate
 
     def _finish_updates(self, gate: Any) -> tuple[dict[str, Any], Any]:
         norms, valid, pending = {}, {}, {}
@@ -258,7 +274,7 @@ class StepProgram:
             }
             return jax.lax.scan(piece, carry, (some_rows, some_batch))
 
-        # The first half hides the updates that run, the second half the lookups that `between` starts.
+        # Updates run from the beginning, lookups from the middle, where `between` starts them.
         one = jax.tree.map(lambda x: x[0], slices)
         loss_type = jax.eval_shape(lambda: self._forward(params, *one)[0])
         zero = (jnp.zeros((), loss_type.dtype), jax.tree.map(jnp.zeros_like, params))

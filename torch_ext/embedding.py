@@ -133,13 +133,13 @@ class AsyncEmbedding(torch.nn.Module):
 
     @torch.compiler.disable
     def prefetch(self, token_ids: Any) -> None:
-        """Starts to look up the next call's ids, with staleness 1: best after the forward, beside the backward."""
+        """Starts to look up the next call's ids, with staleness 1: best after the forward, beside the backward. Where
+        the update still runs, the lookup begins when it has ended."""
         if self.staleness == 0:
             raise PipelineError(
                 f"async_emb {self.name!r}: prefetch needs staleness=1: with staleness 0 the next batch is looked up in "
                 "a table that this step's update has changed"
             )
-        self.table.finish()
         self.table.lookup_start(token_ids)
 
     @torch.compiler.disable

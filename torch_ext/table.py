@@ -88,7 +88,8 @@ class Table:
         return None if self._staged is None else self._staged[1]
 
     def lookup_start(self, token_ids: Any) -> None:
-        """Starts to look up ids, integers of any shape, as many on every rank, on the side."""
+        """Starts to look up ids, integers of any shape, as many on every rank, on the side: after the update that runs,
+        if one does, so that the rows have it."""
         ids = flat_ids(self.name, token_ids)
         if ids.numel() == 0:
             raise ContextError(
@@ -96,6 +97,8 @@ class Table:
                 "many; fill up with padding_id"
             )
         context = self._context(ids.numel(), "train")
+        if self._updating not in (None, context):  # only its own context's lookups wait for an update
+            self.finish()
         pin, lease = context.lookup_start(ids, self._shard)
         self._armed, self._reading = (context, pin, ids.numel()), (context, lease)
 

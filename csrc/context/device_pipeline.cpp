@@ -117,8 +117,8 @@ void DevicePipeline::record(const char* name, int rank, std::int64_t step) const
   Timeline::shared().record(name, spec_.name, devices_[static_cast<std::size_t>(rank)], step);
 }
 
-// One is armed, one consumed, one staged. A free one is always there: what no call holds, no work reads after the wait
-// that the last call on XLA's stream has put there.
+// One is armed, one consumed, one staged or in the update under way. A free one is always there: what no call holds, no
+// work reads after the wait that the last call on XLA's stream has put there.
 int DevicePipeline::take_batch(Rank& rank) {
   for (std::size_t i = 0; i < rank.batches.size(); ++i) {
     if (rank.batches[i]->holders == 0) return static_cast<int>(i);
@@ -152,31 +152,63 @@ DevicePipeline::Round& DevicePipeline::open(int channel, std::int64_t step, int 
 
 void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor& table, float* pin,
                                   cuda::Stream stream) {
-  const std::int64_t rows = table.ndim == 2 ? table.shape[0] : 0;
-  check_.lookup_start(rank, ids, rows);
   Lock lock(mutex_);
+  const std::int64_t step = begin_lookup(lock, rank, ids, &table, stream);
+  const auto guard = of(rank).device.activate();
+  write_pin(of(rank), step, pin, stream);
+}
+
+void DevicePipeline::lookup_begin_beside_update(int rank, const DLTensor& ids, float* issued, float* pin,
+                                                cuda::Stream stream) {
+  Lock lock(mutex_);
+  const std::int64_t step = begin_lookup(lock, rank, ids, nullptr, stream);
+  const auto guard = of(rank).device.activate();
+  write_pin(of(rank), step, issued, stream);
+  write_pin(of(rank), step, pin, stream);
+}
+
+void DevicePipeline::lookup_show(int rank, const DLTensor& table) {
+  Lock lock(mutex_);
+  const std::int64_t step = of(rank).machine.lookup().armed;
+  const void* const used = round(kLookup, step).ranks[static_cast<std::size_t>(rank)].table;
+  if (!of(rank).machine.lookup().pending() || used == nullptr || used == data_of(table)) return;
+  fail_and_throw({FailureKind::kUnmatchedBuffers, check_.where("lookup_start", rank) + " of step " +
+                                                      std::to_string(step) +
+                                                      ": XLA has put a copy of the table between two calls"});
+}
+
+std::int64_t DevicePipeline::begin_lookup(Lock& lock, int rank, const DLTensor& ids, const DLTensor* table,
+                                          cuda::Stream stream) {
+  std::int64_t rows = of(rank).rows;
+  if (table != nullptr) rows = table->ndim == 2 ? table->shape[0] : 0;
+  check_.lookup_start(rank, ids, rows);
   launch_rounds(lock, rank);
   require_working();
   Rank& me = of(rank);
   const auto guard = me.device.activate();
   ++stats_.lookup_begin_calls;
   ++me.starts[kLookup];
-  if (refuses(rank, me.machine.check_lookup_start(), "lookup_start")) {
+  StateMachine::Refusal refusal = table == nullptr
+                                      ? me.machine.check_lookup_start_beside_update(me.last_table != nullptr)
+                                      : me.machine.check_lookup_start();
+  if (refuses(rank, std::move(refusal), "lookup_start")) {
     if (peers_ != nullptr) arrive_at_peers(kLookup, me.starts[kLookup], rank);
-    return write_pin(me, me.machine.lookup().armed, pin, stream);
+    return me.machine.lookup().armed;
   }
   const std::int64_t step = me.machine.lookup_start();
   record("lookup_begin", rank, step);
   Round& round = open(kLookup, step, rank);
   if (round.rows < 0) round.rows = rows;
   if (auto failure = check_.rows_of_peers(rank, step, rows, round.rows)) fail_and_throw(std::move(*failure));
-  if (auto failure = check_.lookup_table(rank, step, table, rows)) fail_and_throw(std::move(*failure));
+  if (table != nullptr) {
+    if (auto failure = check_.lookup_table(rank, step, *table, rows)) fail_and_throw(std::move(*failure));
+    me.last_table = data_of(*table);
+    me.rows = rows;
+  }
   me.armed_batch = take_batch(me);
   DeviceBatch& batch = *me.batches[static_cast<std::size_t>(me.armed_batch)];
   batch.rows = rows;
   ++batch.holders;
-  me.last_table = data_of(table);
-  me.rows = rows;
 
   cuda::CleanIds job;
   job.ids = data_of(ids);
@@ -196,11 +228,11 @@ void DevicePipeline::lookup_begin(int rank, const DLTensor& ids, const DLTensor&
   if (peers_ != nullptr) {
     me.device.copy(me.arena.lookup_finding.get(), job.finding, me.arena.lookup_finding.bytes(), stream);
   }
-  write_pin(me, step, pin, stream);
   stats_.tokens += spec_.tokens_per_rank;
   round.ranks[static_cast<std::size_t>(rank)].ids = batch.ids.get();
-  round.ranks[static_cast<std::size_t>(rank)].table = data_of(table);
+  round.ranks[static_cast<std::size_t>(rank)].table = me.last_table;
   arrive(kLookup, round, rank, stream);
+  return step;
 }
 
 void DevicePipeline::lookup_done(int rank, const float* pin, const DLTensor* ids, const DLTensor& rows,

@@ -53,6 +53,10 @@ class DevicePipeline : public GroupPipeline, public std::enable_shared_from_this
   // The ordered calls of one rank, on XLA's stream of its device. Tensors and outputs are in device memory. A lookup
   // whose start and done are one call has no pin, which then is null.
   void lookup_begin(int rank, const DLTensor& ids, const DLTensor& table, float* pin, cuda::Stream stream);
+  // The same beside an update that this rank has begun and not yet done, with the table that the update has; that table
+  // is shown when it has come. Both pins are of this step.
+  void lookup_begin_beside_update(int rank, const DLTensor& ids, float* issued, float* pin, cuda::Stream stream);
+  void lookup_show(int rank, const DLTensor& table);
   void lookup_done(int rank, const float* pin, const DLTensor* ids, const DLTensor& rows, cuda::Stream stream);
   void stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids, const DLTensor* unique_tokens,
                     const DLTensor& pending, float* pin, cuda::Stream stream);
@@ -112,7 +116,7 @@ class DevicePipeline : public GroupPipeline, public std::enable_shared_from_this
     int consumed_batch = -1;
     int staged_batch = -1;
     cuda::SegmentSum sum_job;  // of the update that is put on the side stream
-    const void* last_table = nullptr;
+    void* last_table = nullptr;
     std::int64_t rows = 0;  // of the table of the last lookup
     // Which lookup step each of the latest dones was for: a refusal that the device finds is told with it.
     struct Done {
@@ -154,6 +158,8 @@ class DevicePipeline : public GroupPipeline, public std::enable_shared_from_this
   Rank& of(int rank) { return *ranks_[static_cast<std::size_t>(rank)]; }
   const Rank& of(int rank) const { return *ranks_[static_cast<std::size_t>(rank)]; }
   Round& round(int channel, std::int64_t step) { return rounds_[static_cast<std::size_t>(channel)][step % 2]; }
+  // `table`: null for that of the update under way. Returns the step that pins are of.
+  std::int64_t begin_lookup(Lock& lock, int rank, const DLTensor& ids, const DLTensor* table, cuda::Stream stream);
   bool refuses(int rank, StateMachine::Refusal refusal, const char* call);
   void require_working() const;
   [[noreturn]] void fail_and_throw(Failure failure);

@@ -18,6 +18,9 @@ struct PeerThreads::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
+  std::deque<std::function<void()>> starts;
+  bool held = false;
+  bool gave_up = false;
   bool stops = false;
   std::optional<std::string> farewell;  // to be announced, unless it is empty, before everything ends
   std::optional<std::string> told;
@@ -25,10 +28,12 @@ struct PeerThreads::State {
   void work() {
     std::unique_lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] { return stops || !tasks.empty(); });
-      if (tasks.empty()) return;
-      std::function<void()> task = std::move(tasks.front());
-      tasks.pop_front();
+      const auto next = [&] { return !tasks.empty() ? &tasks : !held && !starts.empty() ? &starts : nullptr; };
+      changed.wait(lock, [&] { return stops || next() != nullptr; });
+      auto* const queue = next();
+      if (queue == nullptr) return;
+      std::function<void()> task = std::move(queue->front());
+      queue->pop_front();
       lock.unlock();
       task();
       task = nullptr;  // it may hold the last reference to the pipeline
@@ -100,10 +105,33 @@ void PeerThreads::post(std::function<void()> task) {
   state_->changed.notify_all();
 }
 
+void PeerThreads::post_start(std::function<void()> task) {
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->starts.push_back(std::move(task));
+  }
+  state_->changed.notify_all();
+}
+
+void PeerThreads::hold() {
+  std::lock_guard lock(state_->mutex);
+  state_->held = !state_->gave_up;
+}
+
+void PeerThreads::release() {
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->held = false;
+  }
+  state_->changed.notify_all();
+}
+
 void PeerThreads::give_up(const std::string& why) noexcept {
   {
     std::lock_guard lock(state_->mutex);
     if (!state_->farewell) state_->farewell = why;
+    state_->gave_up = true;
+    state_->held = false;  // starts that wait have to let go of the pipeline
   }
   state_->changed.notify_all();
 }

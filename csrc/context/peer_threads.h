@@ -32,6 +32,11 @@ class PeerThreads {
 
   // Runs `task` on the communication thread, after those that were posted before. It must not throw.
   void post(std::function<void()> task);
+  // The same for the first exchange of a start: not before the step that holds the thread has made its last one. So all
+  // processes make their exchanges in the order of their starts, whenever a start comes.
+  void post_start(std::function<void()> task);
+  void hold();
+  void release();
   // Lets the other processes know why, unless `why` is empty, and ends every exchange. Returns at once.
   void give_up(const std::string& why) noexcept;
   // Why another process has given up, if one has.

@@ -61,7 +61,7 @@ void Pipeline::arrive(comm::Channel channel, std::int64_t number, int rank) {
         looks_up ? self->run_lookup(number) : self->run_update(number);
         return;
       }
-      self->peers_->threads().post(
+      self->peers_->threads().post_start(
           [self, looks_up, number] { looks_up ? self->lookup_with_peers(number) : self->update_with_peers(number); });
     });
   });

@@ -56,6 +56,9 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   // order that the data allow, so a done may come before its lease, which then cannot come before the done has ended.
   // With an offer the done lends the table itself: it completes when nobody uses it any more.
   float lookup_begin(int rank, const DLTensor& ids, std::int64_t rows);
+  // The same beside an update that this rank has begun and not yet done, with the table that the update has: the lease,
+  // whose table is there when that update has ended, comes after it, and no done before the lease.
+  float lookup_begin_beside_update(int rank, const DLTensor& ids);
   void lookup_offer(int rank, const DLTensor& table);
   void lookup_lease(int rank, const DLTensor& table, Completion completion);
   void lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion);
@@ -94,10 +97,12 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
     bool staged_pending = true;
     bool staged_own_ids = false;
     const void* last_table = nullptr;  // of the last lookup's lease
+    std::int64_t last_rows = 0;        // of that table
   };
 
   using Lock = std::unique_lock<std::mutex>;
 
+  float begin_lookup(int rank, const DLTensor& ids, std::int64_t rows, bool beside_update);
   bool refuses(Rank& rank, StateMachine::Refusal refusal, const char* call);
   void require_working() const;
   // A call that can neither go on nor be refused: its rank has begun a step that peers wait for.
@@ -140,6 +145,8 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   void decide(std::int64_t step);
   void apply(std::int64_t step);
   void finish_update(std::int64_t step, int rank);
+  // The number of the lookup that has waited for this, or 0.
+  std::int64_t end_update(std::int64_t step, int rank);
   // Runs body(0) .. body(count - 1) on the executor, then `then` on whichever ended last.
   void parallel(int count, std::function<void(int)> body, std::function<void()> then);
   // Runs `body`; an exception fails the pipeline instead of the process.

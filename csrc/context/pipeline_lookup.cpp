@@ -10,6 +10,19 @@
 namespace async_emb::context {
 
 float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
+  return begin_lookup(rank, ids, rows, false);
+}
+
+float Pipeline::lookup_begin_beside_update(int rank, const DLTensor& ids) {
+  std::int64_t rows = 0;
+  {
+    Lock lock(mutex_);
+    rows = ranks_[rank].last_rows;  // an update of any other table has failed
+  }
+  return begin_lookup(rank, ids, rows, true);
+}
+
+float Pipeline::begin_lookup(int rank, const DLTensor& ids, std::int64_t rows, bool beside_update) {
   check_.lookup_start(rank, ids, rows);
   std::int64_t step = 0;
   std::int32_t* destination = nullptr;
@@ -20,8 +33,15 @@ float Pipeline::lookup_begin(int rank, const DLTensor& ids, std::int64_t rows) {
     Rank& me = ranks_[rank];
     ++stats_.lookup_begin_calls;
     const std::int64_t start = ++me.starts[static_cast<std::size_t>(comm::Channel::kLookup)];
-    if (refuses(me, me.machine.check_lookup_start(), "lookup_start")) {
+    StateMachine::Refusal refusal = beside_update
+                                        ? me.machine.check_lookup_start_beside_update(me.last_table != nullptr)
+                                        : me.machine.check_lookup_start();
+    if (refuses(me, std::move(refusal), "lookup_start")) {
       const float pin = pin_of(me.machine.lookup().armed);
+      if (peers_ != nullptr && me.lookup_open && !lookup_round(me.machine.lookup().armed).ranks[rank].arrived) {
+        // The peers hear of starts in their order, and the one before has yet to come to them.
+        fail_and_throw({FailureKind::kInvalidArgument, refusal_.value_or("a call of this step was refused")});
+      }
       lock.unlock();
       if (peers_ != nullptr) arrive(comm::Channel::kLookup, start, rank);
       return pin;
@@ -69,6 +89,7 @@ void Pipeline::take_offer(int rank, LookupRound& round, const DLTensor& table) {
   }
   mine.table = data_of(table);
   ranks_[rank].last_table = mine.table;
+  ranks_[rank].last_rows = round.rows;
 }
 
 void Pipeline::lookup_offer(int rank, const DLTensor& table) {
@@ -110,6 +131,11 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
       return;
     }
     mine.lease = std::move(completion);
+    const UpdateRound& update = update_round(me.machine.update().armed);
+    if (!mine.lent && me.machine.update().pending() && !update.ranks[rank].ready && !update.is_void) {
+      mine.waits_for_update = true;
+      return;
+    }
     round.note_wait();
     if (mine.lent) {
       // The done has lent it. Now that the lease holds the table, the done need not wait for the peers.
@@ -259,7 +285,7 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
       mine.done = std::move(completion);
       mine.done_called = Clock::now();
       round.note_wait();
-      if (mine.lent || mine.table == nullptr) return;
+      if (mine.lent || mine.waits_for_update || mine.table == nullptr) return;
       mine.lent = mine.done_lends = mine.arrived = true;
       const std::int64_t number = number_of(round);
       lock.unlock();

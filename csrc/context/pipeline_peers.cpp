@@ -140,8 +140,9 @@ void Pipeline::update_with_peers(std::int64_t start) {
     }
   }
   with_peers("update start", mine.step, round, [&] {
+    peers_->threads().hold();
     const std::vector<Notice>& notices = peers_->begin_update(mine, work_.arena().grads.as<void>());
-    if (!take_notices(notices, "update start", round)) return;
+    if (!take_notices(notices, "update start", round)) return peers_->threads().release();
     {
       Lock lock(mutex_);
       for (const Notice& notice : notices) {
@@ -149,7 +150,11 @@ void Pipeline::update_with_peers(std::int64_t start) {
         round->applies_nothing = round->applies_nothing || !notice.staged;
       }
     }
-    if (round->own_ids && !round->applies_nothing) peers_->exchange_ids(batch->ids.as<std::int32_t>());
+    if (round->applies_nothing) {
+      peers_->threads().release();
+    } else if (round->own_ids) {
+      peers_->exchange_ids(batch->ids.as<std::int32_t>());
+    }
     work_on_update(mine.step);
   });
 }

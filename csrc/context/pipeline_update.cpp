@@ -217,6 +217,7 @@ void Pipeline::index_then_sum(std::int64_t step) {
 }
 
 void Pipeline::decide(std::int64_t step) {
+  if (peers_ != nullptr) peers_->threads().release();  // all that this step exchanges is there
   const BatchIds* batch = nullptr;
   {
     Lock lock(mutex_);
@@ -278,7 +279,15 @@ void Pipeline::write_results(const UpdateRound& round, const UpdateRound::Rank& 
 }
 
 void Pipeline::finish_update(std::int64_t step, int rank) {
-  Lock lock(mutex_);
+  std::int64_t lookup = 0;
+  {
+    Lock lock(mutex_);
+    lookup = end_update(step, rank);
+  }
+  if (lookup != 0) arrive(comm::Channel::kLookup, lookup, rank);
+}
+
+std::int64_t Pipeline::end_update(std::int64_t step, int rank) {
   UpdateRound& round = update_round(step);
   UpdateRound::Rank& mine = round.ranks[rank];
   mine.ready = true;
@@ -294,6 +303,12 @@ void Pipeline::finish_update(std::int64_t step, int rank) {
     round.complete = true;
     stop_running(round);
   }
+  LookupRound& next = lookup_round(ranks_[rank].machine.lookup().armed);
+  LookupRound::Rank& looks_up = next.ranks[rank];
+  if (failure_ || next.is_void || !std::exchange(looks_up.waits_for_update, false)) return 0;
+  next.note_wait();
+  looks_up.lent = looks_up.arrived = true;
+  return number_of(next);
 }
 
 void Pipeline::consume_update(int rank, UpdateRound& round) {

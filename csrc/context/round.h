@@ -39,10 +39,11 @@ struct Progress {
 struct LookupRound : Progress {
   struct Rank {
     bool begun = false;
-    bool arrived = false;         // the rendezvous has heard of it
-    const void* table = nullptr;  // offered by the start
-    bool lent = false;            // the work may use it: the lease holds it, or the done does
-    bool done_lends = false;      // the done came before the lease, and holds the table until the work is over
+    bool arrived = false;           // the rendezvous has heard of it
+    const void* table = nullptr;    // offered by the start
+    bool lent = false;              // the work may use it: the lease holds it, or the done does
+    bool done_lends = false;        // the done came before the lease, and holds the table until the work is over
+    bool waits_for_update = false;  // the lease came while an update of this rank has the table
     Completion lease;
     void* out = nullptr;  // where the done wants the rows, once it was called
     Completion done;

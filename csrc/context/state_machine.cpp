@@ -40,6 +40,13 @@ StateMachine::Refusal StateMachine::check_lookup_start() const {
          number(lookup_.armed) + ": consume each lookup before the next start";
 }
 
+StateMachine::Refusal StateMachine::check_lookup_start_beside_update(bool has_table) const {
+  if (auto refusal = check_lookup_start(); refusal || (update_.pending() && has_table)) return refusal;
+  return "lookup_start_beside_update of step " + number(lookup_.armed + 1) +
+         " came with no update under way on a table that was looked up before: call it between an update start and its "
+         "update_done, or call lookup_start";
+}
+
 StateMachine::Refusal StateMachine::check_lookup_done(float pin) const {
   if (!lookup_.pending()) {
     return "lookup_done with nothing armed: step " + number(lookup_.consumed) +

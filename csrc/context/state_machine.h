@@ -39,6 +39,8 @@ class StateMachine {
   std::int64_t stages() const { return stages_; }
 
   Refusal check_lookup_start() const;
+  // `has_table`: a lookup has lent one, which the update under way has taken over.
+  Refusal check_lookup_start_beside_update(bool has_table) const;
   Refusal check_lookup_done(float pin) const;
   Refusal check_stage() const;
   Refusal check_update_start() const;

@@ -74,6 +74,32 @@ auto* bind_lookup_lease(Work work) {
 }
 
 template <class Who, class Work>
+auto* bind_lookup_begin_beside_update(Work work) {
+  return ffi::Ffi::Bind()
+      .Ctx<Who>()
+      .template Arg<ffi::AnyBuffer>()  // token_ids, tokens_per_rank elements
+      .template Arg<Pin>()             // gate [1]
+      .template Ret<Pin>()             // pin [1] for dense compute
+      .template Ret<Pin>()             // pin [1] for the lease
+      .template Attr<std::int64_t>("context_id")
+      .To(work)
+      .release();
+}
+
+template <class Who, class Work>
+auto* bind_lookup_lease_beside_update(Work work) {
+  return ffi::Ffi::Bind()
+      .Ctx<Who>()
+      .template Arg<ffi::AnyBuffer>()  // table [rows, shard_width], when the update has ended
+      .template Arg<ffi::AnyBuffer>()  // pin [1] of the begin
+      .template Ret<ffi::AnyBuffer>()  // the same table
+      .template Ret<ffi::AnyBuffer>()  // the same pin
+      .template Attr<std::int64_t>("context_id")
+      .To(work)
+      .release();
+}
+
+template <class Who, class Work>
 auto* bind_lookup_done(Work work) {
   return ffi::Ffi::Bind()
       .Ctx<Who>()

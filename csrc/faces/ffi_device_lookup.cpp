@@ -22,6 +22,24 @@ ffi::Error lease(DeviceCaller caller, ffi::AnyBuffer table, Pin /*pin*/, ffi::Re
                            [&](context::DevicePipeline&, int) { require_alias(table, *table_out, "the table"); });
 }
 
+ffi::Error begin_beside_update(DeviceCaller caller, ffi::AnyBuffer token_ids, Pin /*gate*/, ffi::Result<Pin> issued,
+                               ffi::Result<Pin> pin, std::int64_t context_id) {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    pipeline.lookup_begin_beside_update(rank, device_view(token_ids, caller), issued->typed_data(), pin->typed_data(),
+                                        caller.stream);
+  });
+}
+
+ffi::Error lease_beside_update(DeviceCaller caller, ffi::AnyBuffer table, ffi::AnyBuffer pin,
+                               ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> pin_out,
+                               std::int64_t context_id) {
+  return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
+    require_alias(table, *table_out, "the table");
+    require_alias(pin, *pin_out, "the pin");
+    pipeline.lookup_show(rank, device_view(table, caller));
+  });
+}
+
 ffi::Error done(DeviceCaller caller, Pin pin, ffi::Result<ffi::AnyBuffer> rows, std::int64_t context_id) {
   return guarded_on_device(caller, context_id, [&](context::DevicePipeline& pipeline, int rank) {
     pipeline.lookup_done(rank, pin.typed_data(), nullptr, device_view(rows, caller), caller.stream);
@@ -66,6 +84,16 @@ XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
   static auto* handler = bind_lookup_lease<DeviceCaller>(lease);
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_begin_beside_update(XLA_FFI_CallFrame* call) {
+  static auto* handler = bind_lookup_begin_beside_update<DeviceCaller>(begin_beside_update);
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_lease_beside_update(XLA_FFI_CallFrame* call) {
+  static auto* handler = bind_lookup_lease_beside_update<DeviceCaller>(lease_beside_update);
   return handler->Call(call);
 }
 

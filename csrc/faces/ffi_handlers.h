@@ -7,6 +7,8 @@ namespace async_emb::faces {
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_begin_beside_update(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_lease_beside_update(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call);
@@ -26,6 +28,8 @@ namespace device {
 
 XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_begin_beside_update(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* lookup_lease_beside_update(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_done_checked(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* lookup_now(XLA_FFI_CallFrame* call);
@@ -51,6 +55,8 @@ struct Target {
 inline constexpr Target kTargets[] = {
     {"async_emb_lookup_begin", lookup_begin, device::lookup_begin},
     {"async_emb_lookup_lease", lookup_lease, device::lookup_lease},
+    {"async_emb_lookup_begin_beside_update", lookup_begin_beside_update, device::lookup_begin_beside_update},
+    {"async_emb_lookup_lease_beside_update", lookup_lease_beside_update, device::lookup_lease_beside_update},
     {"async_emb_lookup_done", lookup_done, device::lookup_done},
     {"async_emb_lookup_done_checked", lookup_done_checked, device::lookup_done_checked},
     {"async_emb_lookup_now", lookup_now, device::lookup_now},

@@ -31,6 +31,27 @@ ffi::Future lease(Caller caller, ffi::AnyBuffer table, ffi::BufferR1<ffi::F32> /
   });
 }
 
+ffi::Error begin_beside_update(Caller caller, ffi::AnyBuffer token_ids, Pin /*gate*/, ffi::Result<Pin> issued,
+                               ffi::Result<Pin> pin, std::int64_t context_id) {
+  return guarded([&] {
+    const context::Member member = caller.of(context_id);
+    const float step = member.pipeline->lookup_begin_beside_update(member.rank, view(token_ids));
+    *issued->typed_data() = *pin->typed_data() = step;
+  });
+}
+
+// The pin comes back with the table, so no done runs before this.
+ffi::Future lease_beside_update(Caller caller, ffi::AnyBuffer table, ffi::AnyBuffer pin,
+                                ffi::Result<ffi::AnyBuffer> table_out, ffi::Result<ffi::AnyBuffer> pin_out,
+                                std::int64_t context_id) {
+  return guarded_future([&](context::Completion completion) {
+    require_alias(table, *table_out, "the table");
+    require_alias(pin, *pin_out, "the pin");
+    const context::Member member = caller.of(context_id);
+    member.pipeline->lookup_lease(member.rank, view(table), std::move(completion));
+  });
+}
+
 ffi::Future done(Caller caller, ffi::BufferR1<ffi::F32> pin, ffi::Result<ffi::AnyBuffer> rows,
                  std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
@@ -91,6 +112,16 @@ XLA_FFI_Error* lookup_begin(XLA_FFI_CallFrame* call) {
 
 XLA_FFI_Error* lookup_lease(XLA_FFI_CallFrame* call) {
   static auto* handler = bind_lookup_lease<Caller>(lease);
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_begin_beside_update(XLA_FFI_CallFrame* call) {
+  static auto* handler = bind_lookup_begin_beside_update<Caller>(begin_beside_update);
+  return handler->Call(call);
+}
+
+XLA_FFI_Error* lookup_lease_beside_update(XLA_FFI_CallFrame* call) {
+  static auto* handler = bind_lookup_lease_beside_update<Caller>(lease_beside_update);
   return handler->Call(call);
 }
 

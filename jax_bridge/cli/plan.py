@@ -120,16 +120,14 @@ def _show_step(cost: Any, machine: Machine, staleness: int) -> None:
     """What is hidden behind what, by columns, to scale."""
     out = console()
     forward = machine.dense_seconds * machine.forward_share
-    rows = [
-        ("forward", forward, "update", cost.update_seconds),
-        ("backward", machine.dense_seconds - forward, "lookup", cost.lookup_seconds),
-    ]
-    scale = max(max(dense, side) for _, dense, _, side in rows) or 1.0
-    for name, dense, side_name, side in rows:
-        out.print(f"  {name:8} {'█' * round(_BAR * dense / scale)} {dense * 1e3:.2f} ms")
-        hidden = min(side, dense) if staleness else 0.0
-        bar = "▒" * round(_BAR * hidden / scale) + "!" * round(_BAR * (side - hidden) / scale)
-        out.print(f"  {side_name:8} {bar} {side * 1e3:.2f} ms")
+    dense = (("forward", forward), ("backward", machine.dense_seconds - forward))
+    side = (("update", cost.update_seconds), ("lookup", cost.lookup_seconds))
+    scale = max(seconds for _, seconds in (*dense, *side)) or 1.0
+    for name, seconds in dense:
+        out.print(f"  {name:8} {'█' * round(_BAR * seconds / scale)} {seconds * 1e3:.2f} ms")
+    for (name, seconds), hidden in zip(side, cost.hidden_seconds(machine, staleness), strict=True):
+        bar = "▒" * round(_BAR * hidden / scale) + "!" * round(_BAR * (seconds - hidden) / scale)
+        out.print(f"  {name:8} {bar} {seconds * 1e3:.2f} ms")
     out.print(f"  ▒ hidden  ! exposed, with staleness {staleness}")
     out.print()
 

@@ -14,7 +14,8 @@ from ..mesh import replica_groups
 from .checking import CheckedJob, handle_arguments
 from .job_file import Job, TableSettings
 
-# By staleness: sets of ids that are held at once at most (looked up, consumed, staged). A quiet step may do with fewer.
+# By staleness: sets of ids that are held at once (looked up, consumed, of the update under way). A step of staleness 0
+# may do with fewer. Programs whose ranks never wait for each other in the dense part may need one more.
 _BATCHES_HELD = {0: 2, 1: 3}
 _SORT_COUNTERS = 3 * 2**11 // 2  # of the radix sort, in 8 bytes; csrc/core/unique.h
 

@@ -1,8 +1,8 @@
 """How long a job's lookups and updates take, and how much of that a step waits for: a model, not a measurement.
 
 Links follow Hockney's model (`jax_bridge.traffic`, docs/scale.md). What a process does in its own memory takes its
-bytes over the memory's bandwidth. The schedule of staleness 1 hides an update behind the forward and a lookup behind
-the backward (docs/step.md).
+bytes over the memory's bandwidth. With staleness 1 an update runs from the begin of the dense part on, and a lookup
+when the forward and the update are over; what ends before the backward does is hidden (docs/step.md).
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ class Cost:
     def seconds(self) -> float:
         return self.lookup_seconds + self.update_seconds
 
+    def hidden_seconds(self, machine: Machine, staleness: int) -> tuple[float, float]:
+        """How much of the update and of the lookup runs beside the dense part."""
+        if staleness == 0:
+            return 0.0, 0.0
+        dense = machine.dense_seconds
+        begin = max(self.update_seconds, dense * machine.forward_share)
+        return min(self.update_seconds, dense), min(self.lookup_seconds, max(0.0, dense - begin))
+
     def exposed_seconds(self, machine: Machine, staleness: int) -> float:
         """What a step waits for."""
-        if staleness == 0:
-            return self.seconds
-        forward = machine.dense_seconds * machine.forward_share
-        backward = machine.dense_seconds - forward
-        return max(0.0, self.update_seconds - forward) + max(0.0, self.lookup_seconds - backward)
+        return self.seconds - sum(self.hidden_seconds(machine, staleness))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))

@@ -82,11 +82,21 @@ def test_nothing_is_hidden_with_staleness_0_and_what_fits_behind_the_dense_part_
     exact, late = plan(*options, staleness=0)["columns"], plan(*options)["columns"]
     total = exact["lookup_seconds"] + exact["update_seconds"]
     assert exact["exposed_seconds"] == pytest.approx(total)
-    behind_forward, behind_backward = late["update_seconds"] - 1e-3, late["lookup_seconds"] - 2e-3
-    assert behind_forward > 0
-    assert behind_backward > 0
-    assert late["exposed_seconds"] == pytest.approx(behind_forward + behind_backward)
-    assert plan("--json", "--dense", 1e4)["columns"]["exposed_seconds"] == 0
+    assert late["exposed_seconds"] == pytest.approx(total - 3e-3)
+    assert plan("--json", "--dense", 1e4)["columns"]["exposed_seconds"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_lookup_waits_for_the_forward_and_for_the_update(plan):
+    late = plan("--json", "--dense", 1.0)["columns"]
+    dense = 1e3 * (late["update_seconds"] + late["lookup_seconds"])
+
+    def exposed(share):
+        found = plan("--json", "--dense", dense, "--forward-share", share)["columns"]["exposed_seconds"]
+        return pytest.approx(found, abs=1e-12)
+
+    of_update = late["update_seconds"] / (dense * 1e-3)
+    assert exposed(0.0) == exposed(of_update) == 0
+    assert exposed(1.0) == late["lookup_seconds"]
 
 
 @pytest.mark.parametrize(

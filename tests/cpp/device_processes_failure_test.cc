@@ -230,6 +230,7 @@ TEST(DeviceProcesses, EndEveryProgramThatIsAbortedOrKilledAtAnyTime) {
       for (const Call& call : staleness_one(4)) {
         const Batch& batch = setting.batches[static_cast<std::size_t>(call.batch)];
         if (call.op == Op::kLookupStart) rank.lookup_start(slice(batch.ids, spec, r));
+        if (call.op == Op::kLookupBeside) rank.lookup_start_beside_update(slice(batch.ids, spec, r));
         if (call.op == Op::kLookupDone) rank.lookup_done_later();
         if (call.op == Op::kStage) rank.stage(slice(batch.grads, spec, r).data());
         if (call.op == Op::kUpdateStart) rank.update_start(plain_rule());

@@ -39,6 +39,17 @@ class DeviceRankCalls {
     return 0;
   }
 
+  template <typename Id>
+  float lookup_start_beside_update(const std::vector<Id>& ids) {
+    Tensor& tensor =
+        keep(Tensor(sizeof(Id) == 8 ? kInt64 : kInt32, {static_cast<std::int64_t>(ids.size())}, ids.data()));
+    Tensor& issued = keep(Tensor(kFloat32, {1}));
+    pipeline_.lookup_begin_beside_update(rank_, tensor.view(), issued.as<float>(), lookup_pin_.as<float>(), stream());
+    overwrite(tensor);
+    pipeline_.lookup_show(rank_, shard_.table.view());
+    return 0;
+  }
+
   // Rows on the stream; wait with `settle`.
   Tensor& lookup_done_later(const std::vector<std::int32_t>* ids = nullptr, const float* pin = nullptr) {
     const ContextSpec& spec = pipeline_.spec();

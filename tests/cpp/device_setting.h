@@ -50,6 +50,7 @@ struct SettingOn {
       for (std::size_t i = 0; i < program.size(); ++i) {
         const Batch& batch = batches[static_cast<std::size_t>(program[i].batch)];
         if (program[i].op == Op::kLookupStart) calls.lookup_start(slice(batch.ids, spec, r));
+        if (program[i].op == Op::kLookupBeside) calls.lookup_start_beside_update(slice(batch.ids, spec, r));
         if (program[i].op == Op::kLookupDone) results[i] = &calls.lookup_done_later();
         if (program[i].op == Op::kStage) calls.stage(slice(batch.grads, spec, r).data(), batch.pending);
         if (program[i].op == Op::kUpdateStart) calls.update_start(rule);

@@ -74,6 +74,69 @@ TEST(PipelineLending, WaitsForTheLeaseWhereNoTableWasOffered) {
   rank.settle();
 }
 
+TEST(PipelineLending, LetsALookupThatComesBesideAnUpdateReadWhatTheUpdateHasWritten) {
+  Executor executor(1);
+  Setting setting(dropping_spec(2), 1, 1, &executor);
+  setting.batches[0].pending = true;
+  setting.run({{Op::kLookupStart, 0}, {Op::kLookupDone}, {Op::kStage, 0}});
+  Pipeline& pipeline = *setting.group.pipeline;
+  std::vector<Answer> leases(2);
+  std::vector<float> pins;
+  {
+    const Blockade blockade(executor);
+    for (int r : {0, 1}) {
+      setting.rank(r).update_start(plain_rule());
+      // Both kinds of starts, and leases that do not wait for the table to come back.
+      const std::vector<std::int32_t> ids = slice(setting.batches[0].ids, setting.spec, r);
+      Tensor tensor(kInt32, {4}, ids.data());
+      pins.push_back(r == 0 ? pipeline.lookup_begin(r, tensor.view(), kRows)
+                            : pipeline.lookup_begin_beside_update(r, tensor.view()));
+      const DLTensor table = setting.group.shards[static_cast<std::size_t>(r)]->table.view();
+      ask(leases[static_cast<std::size_t>(r)],
+          [&](Completion completion) { pipeline.lookup_lease(r, table, std::move(completion)); });
+      EXPECT_FALSE(leases[static_cast<std::size_t>(r)].ready());
+    }
+    EXPECT_EQ(pipeline.stats().lookups, 1) << "the second one has begun while the update had the tables";
+  }
+  std::vector<PendingRows> rows;
+  for (int r : {0, 1}) rows.push_back(setting.rank(r).lookup_done_later(pins[static_cast<std::size_t>(r)]));
+  std::vector<std::vector<char>> got;
+  for (PendingRows& pending : rows) got.push_back(pending.wait());
+  for (int r : {0, 1}) {
+    EXPECT_EQ(setting.rank(r).update_done().valid, 1);
+    EXPECT_FALSE(leases[static_cast<std::size_t>(r)].wait());
+    setting.rank(r).settle();
+  }
+  expect(setting.model, {{Op::kUpdateStart}, {Op::kUpdateDone}}, setting.batches, plain_rule());
+  const std::vector<unsigned char> expected = setting.model.lookup(setting.batches[0].ids);
+  for (int r : {0, 1}) {
+    const std::vector<unsigned char> mine = slice(expected, setting.spec, r);
+    EXPECT_EQ(0, std::memcmp(got[static_cast<std::size_t>(r)].data(), mine.data(), mine.size())) << r;
+  }
+}
+
+TEST(PipelineLending, FailsALookupThatWaitsForAnUpdate) {
+  Executor executor(1);
+  Setting setting(dropping_spec(1), 1, 1, &executor);
+  setting.run({{Op::kLookupStart, 0}, {Op::kLookupDone}, {Op::kStage, 0}});
+  Pipeline& pipeline = *setting.group.pipeline;
+  Answer lease;
+  {
+    const Blockade blockade(executor);
+    setting.rank(0).update_start(plain_rule());
+    Tensor ids(kInt32, {4}, kIds.data());
+    pipeline.lookup_begin_beside_update(0, ids.view());
+    const DLTensor table = setting.group.shards[0]->table.view();
+    ask(lease, [&](Completion completion) { pipeline.lookup_lease(0, table, std::move(completion)); });
+    pipeline.fail({FailureKind::kAborted, "why"});
+  }
+  for (const auto& failure : {lease.wait(), setting.rank(0).take_back()}) {
+    ASSERT_TRUE(failure);
+    EXPECT_EQ(failure->message, "why");
+  }
+  pipeline.drain();
+}
+
 TEST(PipelineLending, RefusesAnotherTableThanTheOneOffered) {
   for (const bool update : {false, true}) {
     Setting setting(dropping_spec(1));

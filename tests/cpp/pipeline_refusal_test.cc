@@ -220,13 +220,17 @@ TEST(PipelineRefusal, WaitsForARankThatIsFarBehind) {
 // Mostly calls that may come now, and with `disorder` of a hundred any call.
 std::vector<Call> random_program(StateMachine machine, int calls, unsigned disorder, std::mt19937& random) {
   std::vector<Call> program;
+  bool looked_up = false;
   while (static_cast<int>(program.size()) < calls) {
-    const Call call{static_cast<Op>(random() % 5), static_cast<int>(random() % 12)};
+    const Call call{static_cast<Op>(random() % 6), static_cast<int>(random() % 12)};
     const bool disordered = random() % 100 < disorder;
     if (call.op == Op::kLookupStart && !machine.check_lookup_start()) {
       machine.lookup_start();
+    } else if (call.op == Op::kLookupBeside && !machine.check_lookup_start_beside_update(looked_up)) {
+      machine.lookup_start();
     } else if (call.op == Op::kLookupDone && machine.lookup().pending()) {
       machine.lookup_done();
+      looked_up = true;
     } else if (call.op == Op::kStage && !machine.check_stage()) {
       machine.stage();
     } else if (call.op == Op::kUpdateStart && !machine.check_update_start()) {

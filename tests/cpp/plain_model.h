@@ -55,7 +55,8 @@ std::vector<T> slice(const std::vector<T>& whole, const ContextSpec& spec, int r
   return {begin, begin + static_cast<std::ptrdiff_t>(size)};
 }
 
-enum class Op { kLookupStart, kLookupDone, kStage, kUpdateStart, kUpdateDone };
+// kLookupBeside: a lookup_start_beside_update.
+enum class Op { kLookupStart, kLookupBeside, kLookupDone, kStage, kUpdateStart, kUpdateDone };
 
 struct Call {
   Op op;
@@ -92,7 +93,10 @@ class PlainModel {
     StateMachine::Refusal refusal;
     switch (call.op) {
       case Op::kLookupStart:
-        if ((refusal = machine.check_lookup_start()) || refuses_) break;
+      case Op::kLookupBeside:
+        refusal = call.op == Op::kLookupStart ? machine.check_lookup_start()
+                                              : machine.check_lookup_start_beside_update(machine.lookup().armed > 0);
+        if (refusal || refuses_) break;
         machine.lookup_start();
         armed_ = call.batch;
         armed_rows_ = lookup(batches[static_cast<std::size_t>(call.batch)].ids);
@@ -256,6 +260,9 @@ void run_program(Calls& calls, const ContextSpec& spec, int rank, const std::vec
       case Op::kLookupStart:
         pin = calls.lookup_start(slice(batch.ids, spec, rank));
         break;
+      case Op::kLookupBeside:
+        pin = calls.lookup_start_beside_update(slice(batch.ids, spec, rank));
+        break;
       case Op::kLookupDone: {
         std::vector<std::int32_t> ids;
         if (!want.refused) ids = slice(batches[static_cast<std::size_t>(want.batch)].ids, spec, rank);
@@ -344,15 +351,16 @@ struct Setting {
 // Ranks are at most a step apart: armed, consumed, staged and running make few batches, however long a pipeline runs.
 inline std::int64_t most_batch_bytes(const ContextSpec& spec) { return 6 * BatchIds(spec.tokens()).bytes(); }
 
-// The staleness-1 schedule over `steps` steps, from the first lookup to the flush.
+// Staleness 1 over `steps` steps, from the first lookup to the flush: the schedule of a training step, and the others
+// that are allowed.
 inline std::vector<Call> staleness_one(int steps) {
   std::vector<Call> program{{Op::kLookupStart, 0}};
   for (int k = 0; k < steps; ++k) {
     program.push_back({Op::kLookupDone});
     program.push_back({Op::kUpdateStart});
-    if (k % 2 == 0) program.push_back({Op::kUpdateDone});
-    if (k + 1 < steps) program.push_back({Op::kLookupStart, k + 1});
-    if (k % 2 == 1) program.push_back({Op::kUpdateDone});
+    if (k % 4 == 1) program.push_back({Op::kUpdateDone});
+    if (k + 1 < steps) program.push_back({k % 4 == 1 || k % 4 == 3 ? Op::kLookupStart : Op::kLookupBeside, k + 1});
+    if (k % 4 != 1) program.push_back({Op::kUpdateDone});
     program.push_back({Op::kStage, k});
   }
   program.push_back({Op::kUpdateStart});

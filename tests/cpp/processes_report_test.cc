@@ -28,6 +28,29 @@ TEST(Processes, AllRefuseWhatTheyAllRefuse) {
   setting.run({{Op::kLookupStart, 2}, {Op::kLookupDone}, {Op::kStage, 2}, {Op::kUpdateStart}, {Op::kUpdateDone}});
 }
 
+TEST(Processes, ReportAStartThatIsRefusedWhileAnUpdateExchanges) {
+  for (const std::vector<int>& processes : kLayouts) {
+    SCOPED_TRACE(name_of(processes));
+    ContextSpec spec = over(processes);
+    spec.timeout_seconds = 10;
+    Setting setting(spec);
+    setting.run({{Op::kLookupStart, 0}, {Op::kLookupDone}, {Op::kStage, 0}});
+    const auto failures = run_ranks(spec.group_size, [&](int r) {
+      setting.rank(r).update_start(plain_rule());
+      // Processes come to this at different moments of the first one's exchanges.
+      setting.group.pipelines[static_cast<std::size_t>(setting.group.map.process_of(r))]->update_begin(r, plain_rule());
+      setting.rank(r).settle();
+    });
+    for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
+    for (const std::string& told : take_refusals(setting)) {
+      EXPECT_NE(told.find("update start of step 2 came before update_done of step 1"), std::string::npos) << told;
+    }
+    setting.model.apply({Op::kUpdateStart}, setting.batches, plain_rule());
+    setting.run({{Op::kUpdateDone}, {Op::kLookupStart, 1}, {Op::kLookupDone}});
+    if (HasFailure()) return;
+  }
+}
+
 TEST(Processes, AllStopWhereOneRankAloneRefuses) {
   for (const int culprit : {0, 1, 2, 3}) {
     SCOPED_TRACE(culprit);

@@ -100,6 +100,17 @@ class RankCalls {
     return pin;
   }
 
+  // The table comes from the update and goes to the lookup, at any time before the step ends.
+  template <typename Id>
+  float lookup_start_beside_update(const std::vector<Id>& ids) {
+    pause();
+    Tensor tensor(sizeof(Id) == 8 ? kInt64 : kInt32, {static_cast<std::int64_t>(ids.size())}, ids.data());
+    const float pin = pipeline_.lookup_begin_beside_update(rank_, tensor.view());
+    is_beside_ = true;
+    if (!defers()) lend_after_update();
+    return pin;
+  }
+
   PendingRows lookup_done_later(float pin, const std::vector<std::int32_t>* ids = nullptr) {
     pause();
     const ContextSpec& spec = pipeline_.spec();
@@ -113,6 +124,7 @@ class RankCalls {
     return pending;
   }
   std::vector<char> lookup_done(float pin, const std::vector<std::int32_t>* ids = nullptr) {
+    lend_after_update();  // which the pin has waited for
     return finish(lookup_done_later(pin, ids));
   }
 
@@ -181,6 +193,7 @@ class RankCalls {
     return failure;
   }
   void settle() {
+    lend_after_update();
     lend_due();
     if (const auto failure = take_back()) throw Error(*failure);
   }
@@ -220,6 +233,12 @@ class RankCalls {
     if (const auto due = std::exchange(due_, nullptr)) (this->*due)();
   }
 
+  void lend_after_update() {
+    if (!std::exchange(is_beside_, false)) return;
+    settle();
+    lookup_lease();
+  }
+
   // Waits for a done. Where it came before the lease, nobody may use the table any more when it has ended.
   template <typename Pending>
   auto finish(Pending pending) -> decltype(pending.wait()) {
@@ -227,6 +246,7 @@ class RankCalls {
     pending.answer.wait();
     if (due_ != nullptr) shard_.rest();
     lend_due();
+    lend_after_update();
     return pending.wait();
   }
 
@@ -245,6 +265,7 @@ class RankCalls {
   Lending lending_ = Lending::kAtOnce;
   bool staggers_ = false;
   bool lazy_ = false;
+  bool is_beside_ = false;  // the lease of a lookup comes after that of the update
   std::optional<Answer> lease_;
   void (RankCalls::*due_)() = nullptr;  // the lease that comes with or after the done
 };

@@ -243,8 +243,8 @@ def test_the_dense_part_is_put_on_the_stream_between_starts_and_dones():
         forward_ends, backward_begins = at["forward, losses", ""][k], at["backward, losses", ""][k]
         for name in two.NAMES:
             assert at["lookup_done", name][k] < at["update_begin", name][k] < min(forward)
-            assert forward_ends < at["update_done", name][k] < at["lookup_begin", name][k + 1] < backward_begins
-            assert max(backward) < at["stage_update", name][k]
+            assert forward_ends < at["lookup_begin", name][k + 1] < backward_begins
+            assert max(backward) < at["update_done", name][k] < at["stage_update", name][k]
 
 
 def test_data_alone_gives_the_order_in_the_program_for_the_gpu():

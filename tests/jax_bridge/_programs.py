@@ -166,6 +166,11 @@ class Program:
         self.end = jit(self._end, (arrays, whole, tokens), (arrays, result[1:]))
 
     def _update(self, arrays: Any, numbers: Numbers, gate: Any) -> tuple[Any, Any, Any]:
+        arrays, pin = self._update_start(arrays, numbers, gate)
+        *result, pin = ops.rowwise_adagrad_update_done(pin, self.handle)
+        return arrays, tuple(result), pin
+
+    def _update_start(self, arrays: Any, numbers: Numbers, gate: Any) -> tuple[Any, Any]:
         table, row_state, last_step = arrays
         learning_rate, eps, state_decay, weight_decay, clip = numbers.floats
         options = {
@@ -184,8 +189,7 @@ class Program:
         else:
             options |= {"decay_factor": state_decay, "weight_decay_factor": weight_decay}
             table, row_state, pin = ops.rowwise_adagrad_update_start(table, row_state, gate, self.handle, **options)
-        norm, valid, pending, pin = ops.rowwise_adagrad_update_done(pin, self.handle)
-        return (table, row_state, last_step), (norm, valid, pending), pin
+        return (table, row_state, last_step), pin
 
     def _lookup_done(self, pin: Any, ids: Any) -> tuple[Any, Any]:
         """The rows, and a gate that waits for them."""
@@ -209,9 +213,10 @@ class Program:
 
     def _stale_step(self, arrays: Any, batch: Any, upcoming: Any, numbers: Any, pin: Any) -> Any:
         rows, gate = self._lookup_done(pin, batch[0])
-        (table, *others), result, pin = self._update(arrays, numbers, gate)
-        table, pin = ops.lookup_start(upcoming, table, pin, self.handle)
-        staged = self._stage(batch, pin)
+        (table, *others), pin = self._update_start(arrays, numbers, gate)
+        table, pin, issued = ops.lookup_start_beside_update(upcoming, table, pin, self.handle)
+        *result, gate = ops.rowwise_adagrad_update_done(issued, self.handle)
+        staged = self._stage(batch, gate)
         return (table, *others), (rows, *result), order.depend(pin, staged)
 
     def _end(self, arrays: Any, numbers: Any, pin: Any) -> Any:

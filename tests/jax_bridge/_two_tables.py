@@ -87,6 +87,22 @@ def scanned(step: TrainStep) -> Any:
     return jax.jit(run, donate_argnums=0)
 
 
+def unrolled(step: TrainStep) -> Any:
+    """As ``scanned``, without a loop in the program: (state, batches) -> (state, metrics, reports)."""
+    program = step.program_for(make_batches(1)[0])
+
+    def run(state: Any, batches: Any) -> Any:
+        tables, pins, _ = program.arm(state.tables, ids_of(batches[0]))
+        state, metrics = state._replace(tables=tables, pins=pins), []
+        for batch, upcoming in zip(batches, [*batches[1:], batches[-1]], strict=True):
+            state, of_step = program.stale(state, batch, ids_of(batch), ids_of(upcoming))
+            metrics.append(of_step)
+        tables, reports = program.apply_staged(state.tables, state.step - 1, program.disarm(state.pins))
+        return state._replace(tables=tables), (metrics, reports)
+
+    return jax.jit(run, donate_argnums=0)
+
+
 def next_ids_of(batches: list[dict[str, Any]]) -> dict[str, Any]:
     """What each step of a scan arms: the ids of the batch after it; the last arms its own again."""
     return ids_of(stacked([*batches[1:], batches[-1]]))

@@ -74,6 +74,23 @@ def test_training_equals_a_plain_jax_loop_with_dense_gradients_to_rounding(ranks
     assert losses[-1] != losses[0]
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", ["scanned", "unrolled"])
+def test_steps_of_one_program_train_as_programs_of_their_own(kind, ranks):
+    """XLA runs such small programs one call after the other: a lease that waits for another must not stop them."""
+    batches = two.make_batches(two.STEPS)
+    with two.make_step(mesh_of(ranks), two.mean_loss, staleness=1) as step:
+        state = step.init(two.make_params(), jax.random.key(0))
+        first = {name: table.to_arrays(state.tables[name])[0] for name, table in step.tables.items()}
+        if kind == "scanned":
+            state, _ = two.scanned(step)(state, two.stacked(batches), two.next_ids_of(batches))
+        else:
+            state, _ = two.unrolled(step)(state, batches)
+        tables = {name: table.to_arrays(state.tables[name])[0] for name, table in step.tables.items()}
+    params, wanted, _ = plain_jax(batches, first, late=True)
+    two.assert_close((jax.device_get(state.params), tables), (params, wanted))
+
+
 def test_the_two_schedules_differ():
     exact, late = (
         plain_jax(two.make_batches(two.STEPS), {name: np.full((two.ROWS[name], 8), 0.1) for name in NAMES}, late=late)[

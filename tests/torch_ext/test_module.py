@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -376,6 +377,31 @@ def test_ranks_that_mean_different_tables_are_told_which_field(monkeypatch):
         "async_emb context 'table': num_unique differs between ranks: 18 in rank 0, rank 1, 9 in rank 2",
         "async_emb context 'table': padding_id differs between ranks: None in rank 0, 3 in rank 1, rank 2",
     )
+
+
+def test_prefetch_waits_for_no_update_and_its_rows_have_it():
+    gone_on = threading.Event()
+
+    def work(ranks, prefetches=True):
+        with make(ranks=ranks, staleness=1) as table:
+            train_once(table)
+            if prefetches:
+                table.prefetch(IDS)
+                if ranks.rank == 1:
+                    assert gone_on.wait(60)  # the update of rank 0 cannot end before this rank starts its own
+            loss = table(IDS).sum()
+            if prefetches:
+                table.prefetch(IDS)
+            gone_on.set()
+            loss.backward()
+            table.step()
+            rows = table(IDS).detach()
+            table.flush()
+            return rows, table.weight.clone()
+
+    for got, wanted in zip(on_ranks(2, work), on_ranks(2, lambda ranks: work(ranks, prefetches=False)), strict=True):
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[1], wanted[1])
 
 
 def test_a_refusal_on_one_rank_is_told_to_all_and_the_table_works_on():
