@@ -179,9 +179,9 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 def _plot_split(axes: Axes, lines: Sequence[Line], split: str) -> None:
     for milliseconds in dict.fromkeys(line.milliseconds for line in lines):
-        chosen = sorted((line for line in lines if line.milliseconds == milliseconds), key=lambda line: line.ratio)
-        ratios = [line.measured_ratio or 0 for line in chosen]
-        hidden = [100 * (line.hidden or 0) for line in chosen]
+        of_delay = [line for line in lines if line.milliseconds == milliseconds]
+        points = sorted((line.measured_ratio or 0, 100 * (line.hidden or 0)) for line in of_delay)
+        ratios, hidden = zip(*points, strict=True)
         axes.plot(ratios, hidden, "o-", label=f"{milliseconds:g} ms one way")
     forward, backward = (int(part) for part in split.split(":"))
     grid = [i / 100 for i in range(241)]

@@ -2,6 +2,7 @@
 // runs ahead, buffers that are overwritten right after a call, and devices that cannot read each other.
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -178,6 +179,27 @@ TEST(DevicePipeline, TrainsTheSegmentsOfTheCaller) {
          {{Op::kLookupStart, 0}, {Op::kLookupDone}, {Op::kStage, 0}, {Op::kUpdateStart}, {Op::kUpdateDone}}, batches,
          plain_rule());
   setting.model.expect_shards(setting.group.shards);
+}
+
+TEST(DevicePipeline, HasRoomForTheIdsOfALookupAnUpdateAndSegmentsOfTheCaller) {
+  DeviceSetting setting(spec_of(2));
+  std::vector<std::int32_t> unique(static_cast<std::size_t>(setting.spec.num_unique), kRows);
+  std::iota(unique.begin(), unique.begin() + 3, 4);
+  const auto failures = run_ranks(2, [&](int r) {
+    DeviceRankCalls& calls = setting.rank(r);
+    const auto ids = [&](std::size_t k) { return slice(setting.batches[k].ids, setting.spec, r); };
+    calls.lookup_start(ids(0));
+    for (std::size_t k = 0; k < 6; ++k) {
+      calls.lookup_done_later();
+      calls.update_start(plain_rule());
+      calls.lookup_start_beside_update(ids(k + 1));
+      calls.update_done_later();
+      calls.stage_segments(slice(setting.batches[k].grads, setting.spec, r).data(), {0, 1, 2, -1, 0, 2}, unique);
+    }
+    calls.settle();
+  });
+  for (const auto& failure : failures) EXPECT_FALSE(failure) << failure->message;
+  EXPECT_FALSE(setting.group.pipeline->take_refusal());
 }
 
 TEST(DevicePipeline, GivesBackStagedGradientsAndTakesThem) {
