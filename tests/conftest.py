@@ -1,7 +1,7 @@
 """What every test shares: eight CPU devices in one process, asked for before jax is imported.
 
-Beside each other (``make test TEST_ARGS="-n 2 --dist loadgroup"``) tests of one file stay together, and those that start
-processes of their own, most of which have time limits to keep, follow one after the other.
+Beside each other (``make test TEST_ARGS="-n 2 --dist loadgroup"``) tests of one file stay together, and those that
+start processes of their own, most of which have time limits to keep, follow one after the other.
 """
 
 from __future__ import annotations
