@@ -138,7 +138,9 @@ def state() -> State:
     if installed.path is not None:
         return State("installed", installed.path, "")
     try:
-        cached = first_use.cached(build.recipe(for_this_machine=True))
+        recipe = build.recipe(for_this_machine=True)
+        if (cached := first_use.cached(recipe)) is None:
+            first_use.require_possible(recipe)
     except BuildError as error:
         return State("impossible", None, f"{installed.problem}; {error}")
     return State("cached" if cached else "to be built", cached, installed.problem)

@@ -11,9 +11,11 @@ Everything in the cache may be removed at any time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -29,6 +31,9 @@ from torch_ext.build_lock import is_held
 MANIFEST = "build.json"
 _PARTIAL = ".building-"
 _LOCK = ".lock"
+# The names that are ours; whatever else lies in the folder is somebody else's, and is neither counted nor removed.
+_FINISHED_NAME = re.compile(r"[0-9a-f]{32}")
+_PARTIAL_NAME = re.compile(re.escape(_PARTIAL) + r"[0-9a-f]{32}-.+")
 
 
 class UnusableCacheError(BuildError):
@@ -108,6 +113,20 @@ def prepare(cache: Path) -> None:
         raise UnusableCacheError(f"{cache} cannot be written: {error}") from error
 
 
+def refusal(cache: Path) -> str:
+    """Why a folder cannot be built in, or nothing: what ``prepare`` says of it, which leaves no new folder behind."""
+    new = [path for path in (cache, *cache.parents) if not os.path.lexists(path)]
+    try:
+        prepare(cache)
+    except UnusableCacheError as error:
+        return str(error)
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):  # not there, or somebody has begun to use it
+                path.rmdir()
+    return ""
+
+
 def require_own(path: Path) -> None:
     """Raises UnusableCacheError unless only this user, or the superuser, can have put ``path`` there."""
     advice = "Remove it, or set ASYNC_EMB_CACHE to a folder of your own"
@@ -156,6 +175,8 @@ def remove_left_behind(cache: Path, key: str) -> None:
     before it builds."""
     own = lock_path(cache, key)
     for partial in cache.glob(f"{_PARTIAL}*"):
+        if not _PARTIAL_NAME.fullmatch(partial.name):
+            continue
         lock = _lock_of_partial(partial)
         if lock == own or not is_held(lock):
             shutil.rmtree(partial, ignore_errors=True)
@@ -172,10 +193,13 @@ def failure_log(cache: Path, key: str) -> Path:
 
 
 def builds(cache: Path) -> list[CachedBuild]:
-    """All builds in a cache folder, the newest first. Changes nothing."""
+    """All builds in a cache folder, the newest first; other files that lie there are none. Changes nothing.
+
+    Raises OSError if the folder cannot be read.
+    """
     if not cache.is_dir():
         return []
-    found = [path for path in cache.iterdir() if path.is_dir() and not path.is_symlink()]
+    found = [path for path in cache.iterdir() if _is_of_a_build(path)]
     return [_describe(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
@@ -190,6 +214,11 @@ def _describe(path: Path) -> CachedBuild:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return CachedBuild(path, "damaged", f"{MANIFEST}: {error}", size, {})
     return CachedBuild(path, "damaged" if problem else "finished", problem, size, contents)
+
+
+def _is_of_a_build(path: Path) -> bool:
+    named = _FINISHED_NAME.fullmatch(path.name) or _PARTIAL_NAME.fullmatch(path.name)
+    return bool(named) and path.is_dir() and not path.is_symlink()
 
 
 def _lock_of_partial(partial: Path) -> Path:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.build_errors import BuildError
+from torch_ext.build_errors import BuildError, first_error
 
 COMPILERS = ("c++", "g++", "clang++")
 NINJA_COMMAND = "python -m pip install ninja"
@@ -88,16 +90,61 @@ def _first_of(names: tuple[str, ...], path: str) -> list[str]:
 
 def _version(program: str, arguments: list[str], named: str) -> str:
     command = [program, *arguments, "--version"]
+    result = _run(command, named)
+    if result.returncode or not result.stdout.strip():
+        said = (result.stderr or result.stdout).strip()[:500]
+        raise BuildError(
+            f"the C++ compiler of {named} does not run: `{shlex.join(command)}` {_ending(result.returncode)}, and says "
+            f"{said!r}"
+        )
+    return result.stdout.splitlines()[0].strip()
+
+
+def require_working(command: Sequence[str], flags: Sequence[str] = ()) -> None:
+    """Has the compiler make a small library, as it will make the module. Raises BuildError if there is none then.
+
+    Args:
+      command: the compiler, with its own arguments.
+      flags: those of the build.
+    """
+    named = shlex.join(command)
+    with tempfile.TemporaryDirectory(prefix="async-emb-") as folder:
+        source, library = Path(folder, "tried.cpp"), Path(folder, "tried.so")
+        source.write_text('extern "C" int tried() { return 1; }\n')
+        result = _run([*command, "-shared", "-fPIC", *flags, str(source), "-o", str(library)], named)
+        if result.returncode:
+            said = first_error(result.stderr + result.stdout)
+            raise BuildError(
+                f"the C++ compiler {named} cannot make a library: it {_ending(result.returncode)}, and says: {said}\n"
+                "A compiler for C++20 with its standard library and linker is needed: set CXX to one, or install one:\n"
+                f"    {COMPILER_COMMAND}"
+            )
+        if not library.is_file() or not library.stat().st_size:
+            raise BuildError(
+                f"the C++ compiler {named} says that all went well, but has made no file: it is none, or one that "
+                "something stands in for\nSet CXX to a C++ compiler, or unset it to take the first of "
+                + ", ".join(COMPILERS)
+            )
+
+
+def _run(command: Sequence[str], named: str) -> subprocess.CompletedProcess[str]:
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PATH": search_path(), "LC_ALL": "C"},  # as the build calls it
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler of {named} cannot be run: {error}") from error
-    if result.returncode or not result.stdout.strip():
-        said = (result.stderr or result.stdout).strip()[:500]
-        raise BuildError(f"the C++ compiler of {named} does not run: `{shlex.join(command)}` says {said!r}")
-    return result.stdout.splitlines()[0].strip()
+
+
+def _ending(status: int) -> str:
+    return f"ends with status {status}" if status >= 0 else f"is ended by {signal.Signals(-status).name}"
 
 
 def _folders_of_the_package() -> Iterator[str]:

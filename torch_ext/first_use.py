@@ -18,8 +18,6 @@ from pathlib import Path
 
 from torch_ext import build_cache, build_lock, ninja_build
 from torch_ext.build_errors import BuildError
-from torch_ext.build_jobs import parallel_jobs
-from torch_ext.build_tools import find_ninja
 from torch_ext.recipe import Recipe
 
 
@@ -56,7 +54,26 @@ def module_of(
             return _build(recipe, cache, key, report, interval)
         except build_cache.UnusableCacheError as error:
             problems.append(str(error))
-    raise BuildError(
+    raise _nowhere_to_keep(recipe, problems)
+
+
+def require_possible(recipe: Recipe, environ: Mapping[str, str] | None = None) -> None:
+    """Asks everything that ``module_of`` asks before it compiles; leaves nothing behind.
+
+    Raises the BuildError that a build would end with.
+    """
+    problems: list[str] = []
+    for cache in build_cache.folders(environ):
+        if problem := build_cache.refusal(cache):
+            problems.append(problem)
+            continue
+        ninja_build.require_tools(recipe)
+        return
+    raise _nowhere_to_keep(recipe, problems)
+
+
+def _nowhere_to_keep(recipe: Recipe, problems: list[str]) -> BuildError:
+    return BuildError(
         "\n".join([f"there is no folder to keep {recipe.module} in:", *problems])
         + "\nSet ASYNC_EMB_CACHE to a folder of your own that can be written"
     )
@@ -82,8 +99,7 @@ def _finished(cache: Path, key: str, module: str) -> Path | None:
 
 
 def _build(recipe: Recipe, cache: Path, key: str, report: Callable[[str], None], interval: float) -> Path:
-    find_ninja()  # before anything is said, made or waited for
-    parallel_jobs()
+    ninja_build.require_tools(recipe)  # before anything is said, made or waited for
     came = time.time()
     log = build_cache.failure_log(cache, key)
     with _ending_in_order(), build_lock.locked(build_cache.lock_path(cache, key), report) as waited:

@@ -21,7 +21,7 @@ from typing import IO
 from torch_ext.build_errors import BuildError, compilation_error
 from torch_ext.build_jobs import parallel_jobs
 from torch_ext.build_lock import locked
-from torch_ext.build_tools import find_ninja, search_path
+from torch_ext.build_tools import find_ninja, require_working, search_path
 from torch_ext.recipe import Recipe
 
 NINJA_FILE = "build.ninja"
@@ -64,8 +64,7 @@ def build(
 
     Returns the path of the module. Raises BuildError: a tool is missing, or the compiler found an error.
     """
-    ninja = find_ninja()
-    jobs = parallel_jobs()
+    ninja, jobs = require_tools(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, report):  # two builds of one checkout would write the same objects
         prepare(recipe, folder, keep_objects=keep_objects)
@@ -74,7 +73,20 @@ def build(
             if log is not None:
                 shutil.copyfile(folder / LOG, log)
             raise failure(recipe, _text(folder / LOG), log or folder / LOG)
-    return folder / recipe.module
+    module = folder / recipe.module
+    if not module.is_file() or not module.stat().st_size:
+        compiler = shlex.join(recipe.compiler)
+        raise BuildError(
+            f"building {recipe.module} with {compiler} made nothing: all steps went well, but {module} is not there"
+        )
+    return module
+
+
+def require_tools(recipe: Recipe) -> tuple[str, int]:
+    """ninja, and how many compilers it is to run. Raises BuildError where one of the tools cannot serve."""
+    ninja, jobs = find_ninja(), parallel_jobs()
+    require_working(recipe.compiler, recipe.compile_flags)
+    return ninja, jobs
 
 
 def _run(command: Sequence[str], folder: Path, report: Callable[[str], None], interval: float) -> int:

@@ -53,19 +53,6 @@ def of_native() -> dict[str, Any]:
     return {**found, "info": torch_ext.build_info(), "works": rows.tolist() == [[2.0], [1.0]]}
 
 
-def of_cache() -> dict[str, Any]:
-    """Where builds at first use are kept, and what is there."""
-    from torch_ext import build_cache
-
-    folders = []
-    for folder in build_cache.folders():
-        builds = build_cache.builds(folder)
-        states = [build.state for build in builds]
-        counts = {state: states.count(state) for state in dict.fromkeys(states)}
-        folders.append({"path": str(folder), "states": counts, "bytes": sum(build.size for build in builds)})
-    return {"folders": folders}
-
-
 def _beside(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"async_emb_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
@@ -77,7 +64,7 @@ def _beside(name: str) -> ModuleType:
 
 
 def main(mark: str, *names: str) -> None:
-    reports = {"torch": of_torch, "toolkit": of_toolkit, "native": of_native, "cache": of_cache}
+    reports = {"torch": of_torch, "toolkit": of_toolkit, "native": of_native}
     for name in names:
         try:
             found = reports[name]()

@@ -6,19 +6,23 @@ import math
 import os
 import platform
 import re
-import shutil
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .children import Answer, Child, answers_of, start_reports
+from .children import Answer, answers_of, start_reports
 
 Status = Literal["ok", "warning", "problem"]
 
-REPORT_SECONDS, TOOL_SECONDS = 90.0, 10.0
-# By the package that has the self_report.py; what may end the process comes last. Both processes run at once.
-_REPORTS = {"torch_ext": ("torch", "toolkit", "native", "cache"), "jax_bridge/doctor": ("jax", "devices")}
+REPORT_SECONDS, TOOL_SECONDS = 90.0, 30.0
+# By the file that is asked; what may end its process, or hang, comes last. All of them run at once.
+_REPORTS = {
+    "torch_ext/build_report.py": ("ninja", "jobs", "cache", "compiler"),
+    "torch_ext/self_report.py": ("torch", "toolkit", "native"),
+    "jax_bridge/doctor/self_report.py": ("jax", "devices"),
+}
 # The supported range of pyproject.toml: at least the first, below the second.
 TORCH, JAX = ((2, 11), (2, 15)), ((0, 10), (0, 13))
 BUILD = "python -m pip install --no-build-isolation -e ."
@@ -43,19 +47,22 @@ def examine(environ: Mapping[str, str] | None = None, seconds: float = REPORT_SE
     """All lines, in their order. Takes as long as importing torch and JAX does, and ends in any case."""
     environ = os.environ if environ is None else environ
     root = Path(__file__).resolve().parents[2]
-    children = {
-        names: start_reports(root / folder / "self_report.py", names, environ) for folder, names in _REPORTS.items()
-    }
+    children = {file: start_reports(root / file, names, environ) for file, names in _REPORTS.items()}
     yield _python()
     answers: dict[str, Answer] = {}
-    for names, child in children.items():
-        answers |= answers_of(child, names, seconds)
+    for file, child in children.items():
+        limit = min(seconds, TOOL_SECONDS) if file == "torch_ext/build_report.py" else seconds
+        answers |= answers_of(child, _REPORTS[file], limit)
     torch, jax = answers["torch"], answers["jax"]
     yield _framework("torch", torch, TORCH, 'python -m pip install "torch>=2.11,<2.15"')
     yield _framework("jax", jax, JAX, 'python -m pip install "jax>=0.10,<0.13"')
     yield from _native(answers["native"], torch, jax)
-    yield _cache(answers["cache"])
-    yield from _compilers(environ, needed="info" not in (_found(answers["native"]) or {}))
+    # Without what a build needs, a module that is there works.
+    missing: Status = "warning" if "info" in (_found(answers["native"]) or {}) else "problem"
+    yield _cache(answers["cache"], missing)
+    yield _compiler(answers["compiler"], missing)
+    yield _ninja(answers["ninja"], missing)
+    yield _jobs(answers["jobs"], missing)
     yield _toolkit(answers["toolkit"])
     yield _cuda_of_both(torch, jax)
     yield _devices(answers["devices"], torch)
@@ -141,45 +148,55 @@ def _native(answer: Answer, torch: Answer, jax: Answer) -> Iterator[Line]:
 # ---- tools
 
 
-def _cache(answer: Answer) -> Line:
+def _cache(answer: Answer, missing: Status) -> Line:
     found = _found(answer)
     if found is None:
-        return Line("cache", "warning", f"could not be looked at: {_failure(answer)}")
-    texts, damaged = [], []
+        return _refused("cache", answer, missing)
+    texts, removable, refusals = [], [], []
     for folder in found["folders"]:
         counts = ", ".join(f"{count} {state}" for state, count in folder["states"].items()) or "no builds"
         texts.append(f"{folder['path']}: {counts}, {folder['bytes'] / 1e6:.0f} MB")
-        damaged += [folder["path"]] if {"damaged", "left behind"} & set(folder["states"]) else []
-    if damaged:
-        advice = f"What is damaged or left behind is built anew when it is needed; {', '.join(damaged)} may be removed."
+        removable += folder["removable"]
+        refusals += [folder["refusal"]] if folder["refusal"] else []
+    usable = [folder["path"] for folder in found["folders"] if not folder["refusal"]]
+    said = [line for refusal in refusals for line in refusal.splitlines()]
+    if not usable:
+        advice = " ".join(said[1:]) or "Set ASYNC_EMB_CACHE to a folder of your own that can be written."
+        return Line("cache", missing, f"nothing can be built: {said[0]}", advice)
+    if found["folders"][0]["refusal"]:
+        return Line("cache", "warning", f"builds go to {usable[0]}, because {said[0]}", " ".join(said[1:]))
+    if removable:
+        advice = f"What is damaged or left behind is built anew when it is needed. It may go: {', '.join(removable)}"
         return Line("cache", "warning", "; ".join(texts), advice)
     return Line("cache", "ok", "; ".join(texts))
 
 
-def _compilers(environ: Mapping[str, str], *, needed: bool) -> Iterator[Line]:
-    # As torch_ext.build_tools looks for them. Without them a module that is there works.
-    missing: Status = "problem" if needed else "warning"
-    folders = [str(Path(sys.executable).parent), environ.get("PATH", "") or os.defpath]
-    environ = {**environ, "PATH": os.pathsep.join(folders)}
-    yield _tool("compiler", environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"], missing, environ)
-    yield _tool("ninja", ["ninja"], missing, environ, "python -m pip install ninja")
-
-
-def _tool(
-    name: str,
-    commands: list[str],
-    missing: Status,
-    environ: Mapping[str, str],
-    install: str = "Install a C++ compiler (Debian: apt-get install g++), or set CXX to one.",
-) -> Line:
-    found = next(filter(None, (shutil.which(command, path=environ.get("PATH", "")) for command in commands)), None)
+def _compiler(answer: Answer, missing: Status) -> Line:
+    found = _found(answer)
     if found is None:
-        return Line(name, missing, f"no {' or '.join(commands)} in {environ['PATH']}", install)
-    failure, output = Child([found, "--version"], environ).wait(TOOL_SECONDS)
-    if failure:
-        return Line(name, missing, f"{found} --version {failure}", install)
-    first = output.splitlines()[0] if output.strip() else "says nothing of its version"
-    return Line(name, "ok", f"{found}: {first}")
+        return _refused("compiler", answer, missing)
+    return Line("compiler", "ok", f"{shlex.join(found['command'])}: {found['version']}")
+
+
+def _ninja(answer: Answer, missing: Status) -> Line:
+    found = _found(answer)
+    if found is None:
+        return _refused("ninja", answer, missing)
+    return Line("ninja", "ok", f"{found['path']}: {found['version']}")
+
+
+def _jobs(answer: Answer, missing: Status) -> Line:
+    found = _found(answer)
+    if found is None:
+        return _refused("jobs", answer, missing)
+    return Line("jobs", "ok", f"{found['jobs']} compilers at once, on {found['cores']} cores")
+
+
+def _refused(name: str, answer: Answer, missing: Status) -> Line:
+    """What the build says of something that it would refuse; or that nothing came back."""
+    _, _, advice = str((answer.found or {}).get("error", "")).partition("\n")
+    default = "See what it is that hangs or ends: the build asks it, too."
+    return Line(name, missing, _failure(answer), " ".join(advice.split()) or default)
 
 
 def _toolkit(answer: Answer) -> Line:
@@ -263,8 +280,6 @@ def _wrong_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, tuple[St
         yield "ASYNC_EMB_TIMEOUT_SECONDS", ("problem", "It must be a positive number of seconds.")
     if environ.get("ASYNC_EMB_CUDA", "").strip() not in ("", "0", "1"):
         yield "ASYNC_EMB_CUDA", ("problem", "It must be 0 or 1, or unset.")
-    if (jobs := environ.get("MAX_JOBS")) is not None and (not jobs.isdigit() or int(jobs) < 1):
-        yield "MAX_JOBS", ("warning", "It is no positive number, so it is not used.")
     if environ.get("LD_PRELOAD"):
         yield "LD_PRELOAD", ("warning", "Libraries loaded before all others may replace those of torch and JAX.")
     for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):

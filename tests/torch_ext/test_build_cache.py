@@ -13,6 +13,7 @@ from torch_ext.build_errors import BuildError
 from . import tiny_build
 
 MODULE = "tiny.so"
+KEY, ANOTHER, THIRD = "1" * 32, "2" * 32, "3" * 32
 
 
 @pytest.fixture
@@ -47,25 +48,25 @@ def somebody_else(monkeypatch):
 
 
 def test_what_was_kept_is_found(cache):
-    path = keep(cache, "key")
-    assert build_cache.find(cache, "key", MODULE) == path
+    path = keep(cache, KEY)
+    assert build_cache.find(cache, KEY, MODULE) == path
     assert path.read_bytes() == b"a module"
-    assert build_cache.find(cache, "another", MODULE) is None
+    assert build_cache.find(cache, ANOTHER, MODULE) is None
 
 
 def test_the_build_of_another_user_is_not_used(cache, somebody_else):
-    (cache / "key").mkdir()
+    (cache / KEY).mkdir()
     with pytest.raises(build_cache.UnusableCacheError, match=f"belongs to user {os.getuid()}, and this process"):
-        build_cache.find(cache, "key", MODULE)
+        build_cache.find(cache, KEY, MODULE)
 
 
-@pytest.mark.parametrize("part", ["", "key", f"key/{MODULE}", "key/build.json"])
+@pytest.mark.parametrize("part", ["", KEY, f"{KEY}/{MODULE}", f"{KEY}/build.json"])
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_what_others_can_write_is_not_used(cache, part, mode):
-    keep(cache, "key")
+    keep(cache, KEY)
     (cache / part).chmod(mode)
     with pytest.raises(build_cache.UnusableCacheError) as caught:
-        build_cache.find(cache, "key", MODULE)
+        build_cache.find(cache, KEY, MODULE)
     message = str(caught.value)
     assert message.startswith(f"{cache / part} can be written by others (mode {mode:04o})")
     assert f"chmod go-w {cache / part}" in message
@@ -73,25 +74,25 @@ def test_what_others_can_write_is_not_used(cache, part, mode):
 
 def test_a_folder_like_the_one_for_temporary_files_will_do(cache):
     cache.chmod(0o1777)
-    path = keep(cache, "key")
-    assert build_cache.find(cache, "key", MODULE) == path
+    path = keep(cache, KEY)
+    assert build_cache.find(cache, KEY, MODULE) == path
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the superuser can give files away")
-@pytest.mark.parametrize("part", ["key", f"key/{MODULE}"])
+@pytest.mark.parametrize("part", [KEY, f"{KEY}/{MODULE}"])
 def test_a_file_given_to_another_user_is_foreign(cache, part, monkeypatch):
-    keep(cache, "key")
+    keep(cache, KEY)
     os.chown(cache / part, 4321, -1)
     with pytest.raises(build_cache.UnusableCacheError, match="belongs to user 4321, and this process to user 0"):
-        build_cache.find(cache, "key", MODULE)
+        build_cache.find(cache, KEY, MODULE)
 
 
 def test_a_link_into_a_foreign_folder_is_foreign(cache, tmp_path):
-    keep(tmp_path / "elsewhere", "key")
-    (tmp_path / "elsewhere" / "key").chmod(0o777)
-    (cache / "key").symlink_to(tmp_path / "elsewhere" / "key")
+    keep(tmp_path / "elsewhere", KEY)
+    (tmp_path / "elsewhere" / KEY).chmod(0o777)
+    (cache / KEY).symlink_to(tmp_path / "elsewhere" / KEY)
     with pytest.raises(build_cache.UnusableCacheError, match="can be written by others"):
-        build_cache.find(cache, "key", MODULE)
+        build_cache.find(cache, KEY, MODULE)
 
 
 def test_a_foreign_cache_that_the_user_named_is_an_error(recipe, cache):
@@ -116,11 +117,11 @@ def test_a_foreign_cache_that_the_user_named_is_an_error(recipe, cache):
     ],
 )
 def test_a_damaged_build_is_not_used(cache, harm, problem):
-    keep(cache, "key")
-    harm(cache / "key")
+    keep(cache, KEY)
+    harm(cache / KEY)
     with pytest.raises(build_cache.DamagedBuildError) as caught:
-        build_cache.find(cache, "key", MODULE)
-    assert f"the build in {cache / 'key'} is damaged: {problem}" in str(caught.value)
+        build_cache.find(cache, KEY, MODULE)
+    assert f"the build in {cache / KEY} is damaged: {problem}" in str(caught.value)
 
 
 def test_a_damaged_build_is_built_again_and_that_is_said(recipe, cache):
@@ -136,21 +137,61 @@ def test_a_damaged_build_is_built_again_and_that_is_said(recipe, cache):
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next_of_any_key(cache):
-    partial = build_cache.partial_folder(cache, "key")
+    partial = build_cache.partial_folder(cache, KEY)
     (partial / "object.o").write_bytes(b"half")
-    build_cache.remove_left_behind(cache, "another")
+    build_cache.remove_left_behind(cache, ANOTHER)
     assert list(cache.iterdir()) == []
 
 
 def test_a_build_under_way_is_left_alone(cache):
-    partial = build_cache.partial_folder(cache, "key")
-    holder = build_lock.try_lock(build_cache.lock_path(cache, "key"))
-    build_cache.remove_left_behind(cache, "another")
+    partial = build_cache.partial_folder(cache, KEY)
+    holder = build_lock.try_lock(build_cache.lock_path(cache, KEY))
+    build_cache.remove_left_behind(cache, ANOTHER)
     os.close(holder)
     assert partial.is_dir()
 
 
+def test_a_folder_of_somebody_else_in_the_cache_is_no_build(cache):
+    keep(cache, KEY)
+    for name in ("photographs", ".building-a-house", KEY[1:], "4" * 33):
+        (cache / name).mkdir()
+        (cache / name / "file").write_text("theirs")
+    build_cache.remove_left_behind(cache, ANOTHER)
+    assert [build.path.name for build in build_cache.builds(cache)] == [KEY]
+    assert len(list(cache.glob("*/file"))) == 4
+
+
 # ---- where
+
+
+@pytest.mark.parametrize("kind", ["open", "file", "below a file", "foreign"])
+def test_what_a_build_refuses_is_known_before_it_and_nothing_is_left(kind, recipe, tmp_path, monkeypatch):
+    cache = tmp_path / "one" / "cache"
+    if kind == "open":
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
+    elif kind == "foreign":
+        cache.mkdir(parents=True)
+        monkeypatch.setattr(build_cache, "_trusted_users", lambda: {4321})
+    else:
+        (tmp_path / "one").mkdir()
+        (cache if kind == "file" else cache.parent / "file").touch()
+        cache = cache if kind == "file" else cache.parent / "file" / "cache"
+    environ = {"ASYNC_EMB_CACHE": str(cache)}
+    with pytest.raises(BuildError) as before:
+        first_use.require_possible(recipe, environ)
+    with pytest.raises(BuildError) as then:
+        first_use.module_of(recipe, environ=environ, report=lambda line: None)
+    assert str(before.value) == str(then.value)
+    assert build_cache.refusal(cache) in str(then.value)
+
+
+def test_a_folder_that_could_be_made_is_not_left_behind(recipe, tmp_path):
+    first_use.require_possible(recipe, {"ASYNC_EMB_CACHE": str(tmp_path / "one" / "cache")})
+    assert not (tmp_path / "one").exists()
+    keep(tmp_path / "one" / "cache", KEY)
+    assert build_cache.refusal(tmp_path / "one" / "cache") == ""
+    assert (tmp_path / "one" / "cache" / KEY / MODULE).is_file()
 
 
 def test_the_variable_names_the_only_folder(tmp_path):
@@ -202,12 +243,12 @@ def test_a_finished_build_is_used_from_a_folder_that_cannot_be_written(recipe, c
 
 def test_the_builds_of_a_cache_are_listed_with_what_they_were_made_from(cache):
     assert build_cache.builds(cache / "missing") == []
-    finished = keep(cache, "finished").parent
-    damaged = keep(cache, "damaged").parent
+    finished = keep(cache, KEY).parent
+    damaged = keep(cache, ANOTHER).parent
     (damaged / MODULE).write_bytes(b"")
-    left = build_cache.partial_folder(cache, "left")
-    under_way = build_cache.partial_folder(cache, "way")
-    holder = build_lock.try_lock(build_cache.lock_path(cache, "way"))
+    left = build_cache.partial_folder(cache, KEY)
+    under_way = build_cache.partial_folder(cache, THIRD)
+    holder = build_lock.try_lock(build_cache.lock_path(cache, THIRD))
     listed = {build.path: build for build in build_cache.builds(cache)}
     os.close(holder)
     assert {path: build.state for path, build in listed.items()} == {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_ext import build_tools
+from torch_ext import build_tools, ninja_build
 from torch_ext.build_errors import BuildError
 
 from . import tiny_build
@@ -122,7 +122,9 @@ def test_without_any_compiler_the_error_names_those_looked_for(tmp_path, nowhere
 def test_a_compiler_that_does_not_run_is_told_from_one_that_is_missing(tmp_path):
     broken = script(tmp_path / "broken", "echo 'cannot find libisl.so' >&2; exit 127")
     assert "does not run: " in first_line({"CXX": str(broken)})
-    assert "cannot find libisl.so" in first_line({"CXX": str(broken)})
+    assert "ends with status 127, and says 'cannot find libisl.so'" in first_line({"CXX": str(broken)})
+    broken.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    assert "is ended by SIGSEGV" in first_line({"CXX": str(broken)})
     broken.write_text("#!/nowhere/sh\n")
     assert "cannot be run: " in first_line({"CXX": str(broken)})
 
@@ -133,3 +135,37 @@ def test_the_variable_may_have_arguments(tmp_path):
     assert compiler.command == (str(wrapper), "g++", "-pipe")
     assert "g++" in compiler.version
     assert first_line({"CXX": "'g++"}).startswith('CXX="\'g++" is no command')
+
+
+# ---- a compiler that says yes
+
+
+def test_a_compiler_that_makes_nothing_is_told_from_one_that_works(tmp_path):
+    build_tools.require_working(build_tools.find_compiler().command, ("-std=c++20",))
+    with pytest.raises(BuildError, match="says that all went well, but has made no file") as caught:
+        build_tools.require_working(["/bin/true"])
+    assert str(caught.value).startswith("the C++ compiler /bin/true says")
+
+
+def test_a_compiler_that_cannot_do_what_is_asked_is_told_with_its_reason():
+    compiler = build_tools.find_compiler().command
+    with pytest.raises(BuildError, match=r"cannot make a library: it ends with status 1, and says: .*c\+\+1066"):
+        build_tools.require_working(compiler, ("-std=c++1066",))
+
+
+def test_a_build_with_a_compiler_that_makes_nothing_says_so_and_does_not_begin(tmp_path):
+    environ = os.environ | {"CXX": "/bin/true", "ASYNC_EMB_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, tiny_build.__file__, str(tiny_build.write_sources(tmp_path / "src"))]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("the C++ compiler /bin/true says that all went well, but has made no file")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_build_that_ends_well_without_a_module_is_an_error(tmp_path, monkeypatch):
+    """One that works until it links what was asked for."""
+    idle = script(tmp_path / "idle", 'case "$*" in *tiny.so*) exit 0 ;; esac\nexec c++ "$@"')
+    monkeypatch.setenv("CXX", str(idle))
+    recipe = tiny_build.tiny_recipe(tiny_build.write_sources(tmp_path / "src"))
+    with pytest.raises(BuildError, match=rf"^building tiny.so with {idle} made nothing: all steps went well"):
+        ninja_build.build(recipe, tmp_path / "build", lambda line: None)

@@ -255,6 +255,14 @@ def test_what_keeps_a_build_from_starting_is_known_without_starting_it(monkeypat
     monkeypatch.setenv("CXX", "/missing/c++")
     assert _load.state().origin == "impossible"
     assert _load.state().reason.startswith("not installed; the C++ compiler of CXX='/missing/c++'")
+    monkeypatch.setenv("CXX", "/bin/true")
+    assert "the C++ compiler /bin/true says that all went well, but has made no file" in _load.state().reason
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("MAX_JOBS", "all")
+    assert _load.state().reason.startswith("not installed; MAX_JOBS='all' is not a positive whole number")
+    monkeypatch.delenv("MAX_JOBS")
+    tmp_path.chmod(0o777)
+    assert f"{tmp_path} can be written by others (mode 0777)" in _load.state().reason
     assert list(tmp_path.iterdir()) == []
 
 
