@@ -11,7 +11,7 @@ import pytest
 from jax_bridge.doctor import report
 from jax_bridge.doctor.children import Answer
 from jax_bridge.doctor.report import examine
-from torch_ext import build_jobs
+from torch_ext import build_jobs, build_tools
 from torch_ext.build_errors import BuildError
 
 TORCH = """
@@ -44,7 +44,7 @@ class Machine:
         self.include = str(folder)
         self.package("torch", TORCH.format(cuda=None, gpus=0))
         self.package("jax", JAX.format(include=self.include, platform="cpu"))
-        self.command("g++", "echo 'g++ 12.2'")
+        self.command("g++", f'PATH={os.defpath} exec {build_tools.find_compiler().command[0]} "$@"')
 
     def package(self, name: str, text: str) -> None:
         (self.packages / f"{name}.py").write_text(text)
