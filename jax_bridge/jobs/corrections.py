@@ -7,15 +7,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch_ext.common.table_rules import is_integer
+from torch_ext.common.table_rules import as_number, is_integer
 
-from ..checks import check, nearest_of
+from ..checks import Arguments, check, nearest_of
 from ..corrections import find_corrections
 from ..table_checks import own_problems
 from .checking import CheckedJob, check_job, handle_arguments, path_of, table_arguments
 from .document import Document
 from .edits import Edit, apply, as_toml
-from .job_file import Finding, Job
+from .job_file import Finding, Job, misplaced
 from .toml_positions import Path
 
 _ROUNDS = 6
@@ -44,7 +44,7 @@ class Correction:
 
 def correct(checked: CheckedJob) -> Correction | None:
     """The file with as few problems as the rules know how to leave; None where they know nothing to change."""
-    current = checked
+    current = named = checked
     said = {(finding.path, finding.problem.message) for finding in checked.findings}
     uncovered: list[Finding] = []
     written: dict[Path, Path] = {}  # as the file has it
@@ -57,6 +57,8 @@ def correct(checked: CheckedJob) -> Correction | None:
             break
         written |= {(*edit.path[:-1], edit.rename): edit.path for edit in edits if edit.rename}
         current = changed
+        if edits[0].rename:
+            named = changed  # what was meant, before any value was changed
         for finding in current.findings:
             if (finding.path, finding.problem.message) not in said:
                 said.add((finding.path, finding.problem.message))
@@ -64,7 +66,7 @@ def correct(checked: CheckedJob) -> Correction | None:
         if not current.findings:
             break
     changes = tuple(_changes(checked.document, current.document, written))
-    costs = tuple(_costs(checked.job, current.job))
+    costs = tuple(_costs(named.job, current.job))
     return Correction(current, tuple(uncovered), changes, costs) if changes else None
 
 
@@ -80,6 +82,8 @@ def _edits(checked: CheckedJob) -> list[Edit]:
     renames = [Edit(finding.path, rename=finding.rename) for finding in checked.findings if finding.rename]
     if renames:
         return renames
+    if moved := misplaced(checked.document.data):
+        return [edit for name, value in moved.items() for edit in (Edit(("mesh", name)), Edit((name,), value))]
     found = {edit.path: edit for edit in (*_processes(checked), *_of_tables(checked))}
     of_mesh = [edit for path, edit in found.items() if path[0] in ("table_axis", "data_axis", "processes")]
     return of_mesh or list(found.values())
@@ -90,16 +94,30 @@ def _of_tables(checked: CheckedJob) -> Iterator[Edit]:
     document, job = checked.document, checked.job
     axes: dict[str, Any] = {}
     for settings in job.tables.values():
-        _, fixes = own_problems(table_arguments(job, settings))
+        own = table_arguments(job, settings)
+        _, fixes = own_problems(own)
+        if fixes is None:  # nobody can guess the rows: the rest is judged without them
+            _, fixes = own_problems(dataclasses.replace(own, rows=1))
         for argument, value in (fixes or {}).items():
             yield Edit(path_of(document, argument, settings.name), value)
         arguments = dataclasses.replace(handle_arguments(job, settings), **axes)
+        unknown = _stand_ins(arguments)
+        arguments = dataclasses.replace(arguments, **unknown)
         found = check(arguments)
         for changes in find_corrections(arguments, found)[:1] if found.problems else ():
             axes |= {name: value for name, value in changes.items() if name in ("table_axis", "data_axis")}
             for argument, value in (axes | changes).items():
+                if argument in unknown:
+                    continue
                 if edit := _edit(document, argument, settings.name, value):
                     yield edit
+
+
+def _stand_ins(arguments: Arguments) -> dict[str, int]:
+    """Numbers that pass, for those that nobody can guess: what else is wrong is corrected without them."""
+    devices = 1 if arguments.mesh is None else int(arguments.mesh.devices.size)
+    names = ("tokens_per_batch", "emb_width", "num_unique", "num_devices_per_node")
+    return {name: devices for name in names if as_number(getattr(arguments, name)) is None}
 
 
 def _processes(checked: CheckedJob) -> Iterator[Edit]:

@@ -97,10 +97,28 @@ def read_job(document: Document) -> tuple[Job, list[Finding]]:
     return job, reader.findings
 
 
+def misplaced(data: dict[str, Any]) -> dict[str, Any]:
+    """Keys of the job that stand below [mesh], which takes all that follows it, and are missing where they belong."""
+    mesh = data.get("mesh")
+    below = mesh.items() if isinstance(mesh, dict) else ()
+    named = f"{data.get('table_axis')} {data.get('data_axis')}"  # an axis may bear such a name
+    return {
+        name: value
+        for name, value in below
+        if name in _JOB_KEYS and name not in (*data, "tables") and name not in named
+    }
+
+
 class _Reader:
     def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
         self.findings: list[Finding] = []
+        moved = misplaced(data)
+        for name in moved:
+            message = f"{name!r} is a key of the job, but stands below [mesh], where it is an axis"
+            self._add(("mesh", name), message, "Write it above [mesh]: all keys of the job come before its tables.")
+        if moved:
+            data = {**data, **moved, "mesh": {n: size for n, size in data["mesh"].items() if n not in moved}}
+        self._data = data
 
     def job(self) -> Job:
         data = self._data
