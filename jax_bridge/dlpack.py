@@ -27,6 +27,7 @@ from . import loans
 from .errors import ContextError, ContextTypeError, PipelineError, Problem, raise_problems, show
 from .ffi import TransformationError
 from .loans import require_donatable
+from .spreading import parts_of, spread_problem
 
 __all__ = ["ShardView", "adopt", "give", "require_donatable", "shares_memory", "view", "view_shards"]
 
@@ -81,10 +82,18 @@ def view(array: jax.Array) -> Iterator[torch.Tensor]:
         PipelineError: the array was deleted, or given to a step.
         TransformationError: the call is inside of jax.jit, jax.grad, jax.vmap or the like.
     """
-    _require_array(array)
-    _require_one_device(array)
-    with view_shards(array) as (shard,):
-        yield shard.tensor
+    with lent_as_one(array, "view") as tensor:
+        yield tensor
+
+
+@contextlib.contextmanager
+def lent_as_one(array: jax.Array, call: str) -> Iterator[torch.Tensor]:
+    """``view``, for a function whose name, ``call``, is to be in the messages."""
+    _require_array(array, call)
+    _require_one_device(array, call)
+    jax.block_until_ready(array)
+    with _lent(array, call) as tensor:
+        yield tensor
 
 
 @contextlib.contextmanager
@@ -94,11 +103,11 @@ def view_shards(array: jax.Array) -> Iterator[list[ShardView]]:
     A part of the array that several devices hold (a replicated array) comes once for each of them. Who writes to one
     replica must write the same to the others.
     """
-    _require_array(array)
+    _require_array(array, "view_shards")
     jax.block_until_ready(array)
     with contextlib.ExitStack() as loan:
         yield [
-            ShardView(loan.enter_context(_lent(shard.data)), shard.index, shard.device, shard.replica_id)
+            ShardView(loan.enter_context(_lent(shard.data, "view_shards")), shard.index, shard.device, shard.replica_id)
             for shard in array.addressable_shards
         ]
 
@@ -109,18 +118,23 @@ def give(array: jax.Array) -> torch.Tensor:
     Args:
         array: as for ``view``; nobody else's (see ``require_donatable``).
     """
-    _require_array(array)
-    _require_one_device(array)
+    return given_by(array, "give")
+
+
+def given_by(array: jax.Array, call: str) -> torch.Tensor:
+    """``give``, for a function whose name, ``call``, is to be in the messages."""
+    _require_array(array, call)
+    _require_one_device(array, call)
     require_donatable(array)
     jax.block_until_ready(array)
-    tensor = _exported(array)
+    tensor = _exported(array, call)
     array.delete()
     return tensor
 
 
 @contextlib.contextmanager
-def _lent(shard: jax.Array) -> Iterator[torch.Tensor]:
-    what, tensor = _describe(shard), _exported(shard)
+def _lent(shard: jax.Array, call: str) -> Iterator[torch.Tensor]:
+    what, tensor = _describe(shard), _exported(shard, call)
     device, storage = tensor.device, tensor.untyped_storage()  # of now: the block may give the tensor another storage
     claim = loans.claim("view", tensor.data_ptr(), shard.nbytes, what)
     try:
@@ -128,46 +142,46 @@ def _lent(shard: jax.Array) -> Iterator[torch.Tensor]:
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        why = f"async_emb view: the view of {what} has ended, and its memory is JAX's again"
+        why = f"async_emb {call}: the view of {what} has ended, and its memory is JAX's again"
         torch_ext.native().end_loan(storage._cdata, f"{why}. Clone inside of the block what is needed after it.")
         loans.release(claim)
 
 
-def _exported(array: jax.Array) -> torch.Tensor:
+def _exported(array: jax.Array, call: str) -> torch.Tensor:
     tensor = torch.utils.dlpack.from_dlpack(array)
     if array.nbytes and tensor.data_ptr() != array.unsafe_buffer_pointer():
-        raise PipelineError(f"async_emb view: JAX has exported a copy of {_describe(array)} instead of its memory")
+        raise PipelineError(f"async_emb {call}: JAX has exported a copy of {_describe(array)} instead of its memory")
     return tensor
 
 
-def _require_one_device(array: jax.Array) -> None:
+def _require_one_device(array: jax.Array, call: str) -> None:
     devices = len(array.sharding.device_set)
     if devices > 1:
         error = ContextError(
-            f"async_emb view: {_describe(array)} lies on {devices} devices, and a tensor has one memory"
+            f"async_emb {call}: {_describe(array)} lies on {devices} devices, and a tensor has one memory"
         )
         error.add_note("view_shards(array) lends each shard; view(array.addressable_shards[i].data) one of them.")
         raise error
 
 
-def _require_array(array: Any) -> None:
+def _require_array(array: Any, call: str) -> None:
     if isinstance(array, jax.core.Tracer):
         error = TransformationError(
-            "async_emb view was called inside of jax.jit, jax.grad, jax.vmap or another transformation, where an array "
-            "has no memory yet"
+            f"async_emb {call} was called inside of jax.jit, jax.grad, jax.vmap or another transformation, where an "
+            "array has no memory yet"
         )
         error.add_note("Call it outside, on the arrays that the transformed function takes or returns.")
         raise error
     if not isinstance(array, jax.Array):
-        raise ContextTypeError(f"async_emb view: expected a jax.Array, not {type(array).__name__}: {show(array)}")
+        raise ContextTypeError(f"async_emb {call}: expected a jax.Array, not {type(array).__name__}: {show(array)}")
     if array.is_deleted():
         raise PipelineError(
-            f"async_emb view: this {_describe(array)} was deleted, or given to a step, which has taken its memory. "
-            "View the array of the state that the last call returned"
+            f"async_emb {call}: {_describe(array)} was deleted, or given to a step, which has taken its memory. Take "
+            "the array of the state that the last call returned"
         )
     if array.dtype.name not in DTYPES:
         raise ContextError(
-            f"async_emb view: torch cannot share {_describe(array)}; dtypes that both have: {', '.join(DTYPES)}"
+            f"async_emb {call}: torch cannot share {_describe(array)}; dtypes that both have: {', '.join(DTYPES)}"
         )
 
 
@@ -205,23 +219,17 @@ def adopt(tensor: torch.Tensor, *, copy: bool = False, sharding: jax.sharding.Sh
         )
         error.add_note("Adopt outside, and give the array to the transformed function as an argument.")
         raise error
+    if sharding is not None and (problem := spread_problem(_describe(tensor), tuple(tensor.shape), sharding)):
+        raise_problems([problem])
     if copy:
         return _copied(tensor, sharding)
     if sharding is None:
         return _shared(tensor, _home_of(tensor))
-    shape = tuple(tensor.shape)
-    parts = [(device, tensor[index]) for device, index in sharding.addressable_devices_indices_map(shape).items()]
-    problems = [
-        Problem(f"{problem.message} (the part for {device})", problem.advice)
-        for device, part in parts
-        for problem in _unshareable_memory(part)
-    ]
-    if tensor.is_cuda and sharding.device_set != {_home_of(tensor)}:
-        message = f"async_emb adopt: a tensor on {tensor.device} cannot be shared with {len(parts)} devices"
-        problems.append(Problem(message, ("Adopt it on its own device, and let jax.device_put spread it.",)))
-    if problems:
+    parts = parts_of(tensor, sharding)
+    if problems := list(_unshareable_parts(tensor, parts, sharding)):
         raise_problems(problems)
-    return jax.make_array_from_single_device_arrays(shape, sharding, [_shared(part, device) for device, part in parts])
+    shared = [_shared(part, device) for device, part in parts]
+    return jax.make_array_from_single_device_arrays(tuple(tensor.shape), sharding, shared)
 
 
 def shares_memory(array: jax.Array, tensor: torch.Tensor) -> bool:
@@ -326,6 +334,31 @@ def _unshareable_memory(tensor: torch.Tensor) -> Iterator[Problem]:
             f"{what} begins {over} bytes after a multiple of {ALIGNMENT}: sharing needs {ALIGNMENT}-byte alignment",
             (advice,),
         )
+    yield from _lent_by_jax(tensor)
+
+
+def _unshareable_parts(
+    tensor: torch.Tensor, parts: list[tuple[jax.Device, torch.Tensor]], sharding: jax.sharding.Sharding
+) -> Iterator[Problem]:
+    if tensor.is_cuda and sharding.device_set != {_home_of(tensor)}:
+        message = f"async_emb adopt: a tensor on {tensor.device} cannot be shared with {len(parts)} devices"
+        yield Problem(message, ("Adopt it on its own device, and let jax.device_put spread it.",))
+        return
+    for device, part in parts:
+        what, where = f"async_emb adopt: {_describe(part)}", f"(the part for {device} of {_describe(tensor)})"
+        advice = (
+            "Each device takes its part where it lies: split the first dimension only, into parts of a multiple of "
+            f"{ALIGNMENT} bytes, of a tensor that is aligned itself; or adopt(tensor, copy=True, sharding=...).",
+        )
+        if not part.is_contiguous():
+            yield Problem(f"{what} has the strides {tuple(part.stride())}: it is not contiguous {where}", advice)
+        elif part.device.type == "cpu" and part.numel() and (over := part.data_ptr() % ALIGNMENT):
+            yield Problem(f"{what} begins {over} bytes after a multiple of {ALIGNMENT} {where}", advice)
+    yield from _lent_by_jax(tensor)
+
+
+def _lent_by_jax(tensor: torch.Tensor) -> Iterator[Problem]:
+    what, or_copy = f"async_emb adopt: {_describe(tensor)}", "or adopt(tensor, copy=True)"
     for claim in loans.claims_on(tensor.data_ptr(), _bytes_spanned(tensor)):
         if claim.kind == "view":
             advice = f"Use that array, {or_copy}."

@@ -149,8 +149,25 @@ class AsyncEmbedding:
 
     def to_arrays(self, state: TableState) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """The logical table [rows, width] and the optimizer's arrays, as host arrays, whatever the layout."""
+        self.require_own(state)
         weights = fetch(state.weights)[:, : self.width].copy()
         return weights, {name: fetch(x) for name, x in state.optimizer.items()}
+
+    def require_own(self, state: TableState) -> None:
+        """Raises ContextError for a state that another table has made: of another shape, dtype or optimizer."""
+        wanted: dict[str, Any] = {"weights": ((self.rows, self.padded_width), np.dtype(self.dtype).name)}
+        wanted |= {key: ((self.rows,), x.dtype.name) for key, x in self.optimizer.init(1).items()}
+        found = {key: (np.shape(x), x.dtype.name) for key, x in {"weights": state.weights, **state.optimizer}.items()}
+        if found == wanted:
+            return
+        shown, needed = (
+            {key: f"{dtype}{list(shape)}" for key, (shape, dtype) in arrays.items()} for arrays in (found, wanted)
+        )
+        error = ContextError(
+            f"async_emb {self.name!r}: the state is of another table: it has {shown}, but this table's has {needed}"
+        )
+        error.add_note("Give the table that made the state, by init, from_arrays or a step.")
+        raise error
 
     def read_weights(self, read: Callable[[int, int], np.ndarray[Any, Any]]) -> Any:
         """The table's weights, of which each process has read what its devices hold. Not for a step yet: ``own`` them.

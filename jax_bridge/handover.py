@@ -151,7 +151,8 @@ def embedding_view(table: AsyncEmbedding, state: TableState) -> Iterator[Embeddi
 
     from . import dlpack
 
-    with dlpack.view(state.weights) as weight:
+    table.require_own(state)
+    with dlpack.lent_as_one(state.weights, "embedding_view") as weight:
         _require_zeros(table, weight)
         yield plain_embedding(weight, table.padding_id)
 
@@ -168,13 +169,15 @@ def to_embedding(table: AsyncEmbedding, state: TableState, *, donate: bool = Fal
             ``state.weights`` is deleted, as a step's would be.
 
     Raises:
-        ContextError: the memory cannot be given, because it is on several devices or processes.
+        ContextError: the memory cannot be given, because it is on several devices or processes; or the state is not
+            the table's.
     """
     from torch_ext.plain_embedding import plain_embedding
 
     from . import dlpack
 
-    weight = dlpack.give(state.weights) if donate else _gathered(table, state)
+    table.require_own(state)
+    weight = dlpack.given_by(state.weights, "to_embedding") if donate else _gathered(table, state)
     if table.padding_id is not None and 0 <= table.padding_id < table.rows:
         weight[table.padding_id] = 0
     return plain_embedding(weight, table.padding_id)

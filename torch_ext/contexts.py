@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -51,11 +52,12 @@ class Context:
         told_failure: the caller knows that the context has failed.
     """
 
-    def __init__(self, owner: object, ranks: Ranks, numbers: Numbers) -> None:
+    def __init__(self, owner: object, ranks: Ranks, numbers: Numbers, settings: Mapping[str, Any]) -> None:
         """Opens it. Every rank must do so.
 
         Args:
             owner: whose work is under way here. While it lives, nobody else of its name can open the context.
+            settings: what all ranks must agree about beside ``numbers``: of the optimizer and the schedule.
 
         Raises:
             ContextError: the ranks do not mean the same, or another table at work has this name.
@@ -63,7 +65,7 @@ class Context:
         self.numbers, self._ranks = numbers, ranks
         self.lookups = self.updates = 0
         self.told_failure = False
-        self._opening = _open(ranks, numbers, owner)
+        self._opening = _open(ranks, numbers, settings, owner)
         self.context_id = self._opening.context_id
         self._rank = load().Rank(self.context_id, ranks.rank)
         self._refusals = 0  # refused calls that were told
@@ -209,6 +211,7 @@ class _Opening:
         self.group, self.context_id = group, context_id
         self.owners: dict[int, weakref.ref[object]] = {}  # by rank
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._everyone = frozenset(members)
         self._members = members
         self._problems: list[tuple[Mapping[str, int], set[int]]] = []  # with the ranks that were told
@@ -248,6 +251,8 @@ class _Opening:
         self._problems.sort(key=lambda entry: entry[0]["step"])
 
     def leave(self, rank: int) -> None:
+        if os.getpid() != self._process:  # a fork: the threads that would end the work are the other process's
+            return
         with _openings_lock:
             self._members.discard(rank)
             if self._members or _openings.get(self.context_id) is not self:
@@ -268,7 +273,7 @@ def abort_all(group: Any, why: str) -> None:
         load().abort_context(context_id, why)
 
 
-def _open(ranks: Ranks, numbers: Numbers, owner: object) -> _Opening:
+def _open(ranks: Ranks, numbers: Numbers, settings: Mapping[str, Any], owner: object) -> _Opening:
     agreed = {
         **numbers._asdict(),
         "face": "torch",
@@ -284,7 +289,7 @@ def _open(ranks: Ranks, numbers: Numbers, owner: object) -> _Opening:
     key = key_of(agreed)
     context_id = id_of(key)
     _require_free(context_id, ranks, numbers.name, owner)
-    said = ranks.exchange("open a context", {**agreed, **around})
+    said = ranks.exchange("open a context", {**agreed, **settings, **around})
     describe = lambda who: ", ".join(f"rank {rank}" for rank in who)  # noqa: E731
     if problems := differences(numbers.name, dict(enumerate(said)), describe, whose="ranks"):
         raise_problems(problems)

@@ -17,7 +17,7 @@ from torch_ext import logical
 from torch_ext.common.errors import AsyncEmbError, ContextError, ContextWarning, PipelineError
 from torch_ext.common.row_optimizers import RowwiseAdagrad
 from torch_ext.lookups import Lookup
-from torch_ext.module_checks import TableArguments, check_schedule, require_cpu_module
+from torch_ext.module_checks import TableArguments, check_module, require_cpu_module
 from torch_ext.ranks import Ranks, default_ranks
 from torch_ext.table import Initializer, Table, UpdateReport
 
@@ -82,7 +82,6 @@ class AsyncEmbedding(torch.nn.Module):
         sync_errors: bool = False,
     ) -> None:
         super().__init__()
-        check_schedule(name, staleness, gradient_scale)
         arguments = TableArguments(
             rows=rows,
             width=width,
@@ -95,9 +94,11 @@ class AsyncEmbedding(torch.nn.Module):
             num_unique=num_unique,
             ranks=default_ranks() if ranks is None else ranks,
         )
-        self.table = Table(arguments, seed=seed)
+        check_module(arguments, staleness, gradient_scale, sync_errors, seed)
+        self.table = Table(arguments, seed=seed, schedule={"staleness": int(staleness)})
         self.staleness = int(staleness)
         self.gradient_scale, self.sync_errors = float(gradient_scale), sync_errors
+        self._strict = False  # torch does not tell the parts of a module how they are loaded
         self._lookup: Lookup | None = None  # whose gradient the next step takes
 
     @property
@@ -117,9 +118,16 @@ class AsyncEmbedding(torch.nn.Module):
             IdError, PipelineError: what an earlier step had to say; nothing of this call has run.
             FailedContextError: the table's context has failed, for example because a rank has ended.
         """
+        if torch._C._current_graph_task_id() != -1:
+            raise PipelineError(
+                f"async_emb {self.name!r}: the module was called inside of backward, as activation checkpointing does: "
+                "a lookup is a step's own and is not repeated. Call the module outside of torch.utils.checkpoint, and "
+                "give its rows to the function that is checkpointed"
+            )
         if not (self.training and torch.is_grad_enabled()):
             return self.lookup(token_ids)
         self.check()
+        self._warn_of_forgotten_step()
         if not self.table.is_armed:
             self.table.finish()
             self.table.lookup_start(token_ids)
@@ -224,12 +232,21 @@ class AsyncEmbedding(torch.nn.Module):
         Raises:
             ContextError: an array does not fit; nothing has changed.
         """
+        logical.load_arrays(self.table, arrays, may_stage=self.staleness == 1)
         self._drop_lookup()
-        logical.load_arrays(self.table, arrays)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for key, tensor in logical.gather(self.table).items():
             destination[prefix + key] = tensor
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As that of every module, but one that raises has changed nothing. (As a part of another module's it is as
+        with torch's own: what fits is taken, and what is missing is told at the end.)"""
+        self._strict = strict
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        finally:
+            self._strict = False
 
     def _load_from_state_dict(
         self,
@@ -245,11 +262,23 @@ class AsyncEmbedding(torch.nn.Module):
         missing, unexpected = logical.fits(self.table, found)
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected]
-        self._drop_lookup()
+        wrong = [*(f"no {key}" for key in missing), *(f"{key}, which it does not know" for key in unexpected)]
+        why_not = f"async_emb {self.name!r}: the table was given {', '.join(wrong)}" if self._strict and wrong else None
+        known = {key: value for key, value in found.items() if key not in unexpected}
         try:
-            logical.load(self.table, {key: value for key, value in found.items() if key not in unexpected})
+            logical.load(self.table, known, may_stage=self.staleness == 1, why_not=why_not)
+            self._drop_lookup()
         except ContextError as error:
-            error_msgs.append(str(error))
+            error_msgs += [problem for problem in error.problems if problem != why_not]
+
+    def _warn_of_forgotten_step(self) -> None:
+        if self._lookup is None or not self._lookup.has_grads:
+            return
+        message = (
+            f"async_emb {self.name!r}: backward has brought gradient rows of lookup {self._lookup.number}, but no "
+            "step() took them; they are lost. Call step() after backward, step(apply=False) to train nothing"
+        )
+        warnings.warn(ContextWarning(message), stacklevel=3)
 
     def _drop_lookup(self) -> None:
         if self._lookup is not None:
@@ -316,9 +345,10 @@ class AsyncEmbedding(torch.nn.Module):
             except AsyncEmbError as another:
                 error.add_note(f"And on closing: {another}")
             return
+        self._warn_of_forgotten_step()
         lost = self.table.staged_step
         self.close()
-        if lost is not None:
+        if lost is not None and lost != self.table.saved_step:
             message = (
                 f"async_emb {self.name!r}: the block was left while gradients of step {lost} were staged: that update "
                 "is lost. End the block with flush(), or take a state_dict, which keeps them"

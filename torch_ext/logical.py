@@ -23,25 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ext.common.errors import ContextError
+from torch_ext.common.errors import ContextError, Problem, raise_problems
+from torch_ext.state_checks import STAGED, state_problems
 from torch_ext.table import Table
-
-STAGED = ("staged_ids", "staged_grads", "staged_apply")
 
 
 def gather(table: Table) -> dict[str, Tensor]:
     """The logical form, on every rank; all of them call it."""
     table.finish()
     ranks = table.ranks
-    shards = ranks.gather("gather a table", table.shard)
+    shards = ranks.gather(f"gather table {table.name!r}", table.shard)
     whole = {"weight": torch.cat(shards, dim=1)[:, : table.width].contiguous()}
     whole |= {key: tensor.clone() for key, tensor in table.state.items()}
     whole["step"] = torch.tensor(table.steps)
     if (staged := table.staged()) is not None:
+        table.saved_step = table.staged_step
         ids, grads, apply = staged
-        whole["staged_ids"] = torch.cat(ranks.gather("gather staged ids", ids))
-        whole["staged_grads"] = torch.cat(ranks.gather("gather staged gradients", grads))[:, : table.width].contiguous()
-        whole["staged_apply"] = torch.stack(ranks.gather("gather staged flags", torch.tensor(apply))).all()
+        what = f"gather what is staged in table {table.name!r}"
+        whole["staged_ids"] = torch.cat(ranks.gather(what, ids))
+        whole["staged_grads"] = torch.cat(ranks.gather(what, grads))[:, : table.width].contiguous()
+        whole["staged_apply"] = torch.stack(ranks.gather(what, torch.tensor(apply))).all()
     return whole
 
 
@@ -54,34 +55,32 @@ def fits(table: Table, found: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     ]
 
 
-def load(table: Table, found: Mapping[str, Any]) -> None:
+def load(table: Table, found: Mapping[str, Any], *, may_stage: bool = True, why_not: str | None = None) -> None:
     """Takes a logical form, on any number of ranks, into the table's own storage; all ranks call it.
 
-    Drops what is under way. Optimizer tensors that are missing start fresh.
+    Drops what is under way. Optimizer tensors that are missing start fresh. The ranks meet before anything changes.
+
+    Args:
+        may_stage: whether the schedule can go on from staged gradients.
+        why_not: a reason of the caller's to change nothing, on any rank.
 
     Raises:
-        ContextError: a shape or dtype does not fit; nothing has changed.
+        ContextError: something does not fit, on any rank, all of it listed; nothing has changed, on any.
     """
-    fresh = {key: torch.from_numpy(array) for key, array in table.optimizer.init(table.rows).items()}
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"weight": ((table.rows, table.width), None)}
-    wanted |= {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in fresh.items()}
-    for key, (shape, dtype) in wanted.items():
-        tensor = found.get(key)
-        if tensor is None or (tuple(tensor.shape) == shape and dtype in (None, tensor.dtype)):
-            continue
-        shown = "" if dtype is None else f"{str(dtype).removeprefix('torch.')}"
-        raise ContextError(
-            f"async_emb {table.name!r}: {key} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but "
-            f"the table needs {shown}{list(shape)}"
-        )
-    staged = [found[key] for key in STAGED] if all(key in found for key in STAGED) else None
-    if staged is not None:
-        _require_staged(table, *staged)
-
+    problems = [*([] if why_not is None else [Problem(why_not)]), *state_problems(table, found, may_stage=may_stage)]
     table.finish()
+    said = table.ranks.exchange(f"load table {table.name!r}", problems[0].message if problems else None)
+    if problems:
+        raise_problems(problems)
+    if refusing := [rank for rank, message in enumerate(said) if message is not None]:
+        error = ContextError(f"async_emb {table.name!r}: rank {refusing[0]} cannot load its state: {said[refusing[0]]}")
+        error.add_note("Nothing has changed, on any rank.")
+        raise error
+
     table.drop()
-    table.ranks.exchange("load a table", None)  # nobody reads this rank's shard any more
+    table.ranks.exchange(f"load table {table.name!r}, second part", None)  # nobody reads this rank's shard any more
     shard, columns = table.shard, table.columns()
+    fresh = {key: torch.from_numpy(array) for key, array in table.optimizer.init(table.rows).items()}
     with torch.no_grad():
         if "weight" in found:
             shard.zero_()
@@ -89,11 +88,11 @@ def load(table: Table, found: Mapping[str, Any]) -> None:
         for key, tensor in table.state.items():
             tensor.copy_(found.get(key, fresh[key]))
     table.steps = int(found["step"]) if "step" in found else 0
-    if staged is not None:
-        ids, grads, apply = staged
+    if all(key in found for key in STAGED):
+        ids, grads, apply = (found[key] for key in STAGED)
         padded = torch.zeros((len(grads), table.padded_width), dtype=table.dtype)
         padded[:, : table.width] = grads
-        table.restore_staged(ids.to(torch.int32), padded, bool(apply))
+        table.restore_staged(ids.reshape(-1).to(torch.int32), padded, bool(apply))
 
 
 def to_arrays(table: Table) -> dict[str, np.ndarray[Any, Any]]:
@@ -101,7 +100,7 @@ def to_arrays(table: Table) -> dict[str, np.ndarray[Any, Any]]:
     return {key: to_numpy(tensor) for key, tensor in gather(table).items()}
 
 
-def load_arrays(table: Table, arrays: Mapping[str, Any]) -> None:
+def load_arrays(table: Table, arrays: Mapping[str, Any], *, may_stage: bool = True) -> None:
     """``load`` of NumPy arrays; every key but ``weight`` may be missing."""
     missing, unexpected = fits(table, arrays)
     if unexpected or "weight" in missing:
@@ -109,7 +108,7 @@ def load_arrays(table: Table, arrays: Mapping[str, Any]) -> None:
             f"async_emb {table.name!r}: the arrays are {sorted(arrays)}, but the table has "
             f"{['weight', *table.optimizer.init(1), 'step', *STAGED]}"
         )
-    load(table, {key: from_numpy(array) for key, array in arrays.items()})
+    load(table, {key: from_numpy(array) for key, array in arrays.items()}, may_stage=may_stage)
 
 
 def from_numpy(array: Any) -> Tensor:
@@ -125,17 +124,3 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
-
-
-def _require_staged(table: Table, ids: Tensor, grads: Tensor, apply: Tensor) -> None:
-    tokens = len(ids)
-    if tuple(grads.shape) == (tokens, table.width) and tokens > 0 and tokens % table.ranks.size == 0:
-        return
-    error = ContextError(
-        f"async_emb {table.name!r}: staged gradients of {tokens} ids are {list(grads.shape)}, but must be [{tokens}, "
-        f"{table.width}] over {table.ranks.size} ranks"
-    )
-    error.add_note(
-        "Staged gradients keep their batch size, which the number of ranks must divide: flush before saving."
-    )
-    raise error

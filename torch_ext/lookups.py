@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Lookup:
     def rows(self, padded: Tensor, shape: torch.Size) -> Tensor:
         """[*shape, width], in the graph, of the rows [tokens, width of all ranks]."""
         anchor = torch.zeros((), requires_grad=True)  # a leaf, so that there is a graph; it gets no gradient
-        return _Rows.apply(anchor, padded, self, self._width).reshape(*shape, self._width)
+        return _Rows.apply(anchor, _Fresh(padded), self, self._width).reshape(*shape, self._width)
 
     @property
     def has_grads(self) -> bool:
@@ -54,9 +54,16 @@ class Lookup:
             self._grads[:, : self._width] += grads
 
 
+class _Fresh(NamedTuple):
+    """Rows that nobody else has. Not an input of the graph, of which the output would be a view that refuses writes."""
+
+    rows: Tensor
+
+
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, padded: Tensor, lookup: Lookup, width: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, fresh: _Fresh, lookup: Lookup, width: int) -> Tensor:
+        padded = fresh.rows
         ctx.lookup, ctx.padded_width = lookup, padded.shape[1]
         return padded if width == padded.shape[1] else padded[:, :width].contiguous()
 

@@ -46,19 +46,26 @@ def check_table(arguments: TableArguments) -> None:
         raise_problems(problems, call="AsyncEmbedding")
 
 
-def check_schedule(name: str, staleness: Any, gradient_scale: Any) -> None:
-    """Raises ContextError where a module's own arguments are wrong."""
-    problems = []
+def check_module(arguments: TableArguments, staleness: Any, gradient_scale: Any, sync_errors: Any, seed: Any) -> None:
+    """Raises ContextError with every problem of a module's arguments, the table's and its own."""
+    problems = [*_table_problems(arguments)]
+    where = f"async_emb {show(arguments.name)}"
     if not is_integer(staleness) or staleness not in (0, 1):
-        message = f"async_emb {show(name)}: staleness={show(staleness)} must be 0 or 1"
+        message = f"{where}: staleness={show(staleness)} must be 0 or 1"
         advice = "1 hides updates behind the dense part, but reads rows that miss one update; 0 is exact."
         problems.append(Problem(message, (advice,), wrong_type=not is_integer(staleness)))
     is_number = isinstance(gradient_scale, (int, float)) and not isinstance(gradient_scale, bool)
     if not is_number or not math.isfinite(gradient_scale):
-        message = f"async_emb {show(name)}: gradient_scale={show(gradient_scale)} must be a finite number"
+        message = f"{where}: gradient_scale={show(gradient_scale)} must be a finite number"
         problems.append(Problem(message, ("Gradient rows are multiplied by it.",), wrong_type=not is_number))
+    if not isinstance(sync_errors, bool):
+        message = f"{where}: sync_errors={show(sync_errors)} must be True or False"
+        problems.append(Problem(message, ("True lets step() wait, and raise what it has to say.",), wrong_type=True))
+    if not is_integer(seed) or not 0 <= seed < 2**63:
+        message = f"{where}: seed={show(seed)} must be an integer in [0, 2^63)"
+        problems.append(Problem(message, ("It makes the initial weights.",), wrong_type=not is_integer(seed)))
     if problems:
-        raise_problems(problems)
+        raise_problems(problems, call="AsyncEmbedding")
 
 
 def _table_problems(arguments: TableArguments) -> Iterator[Problem]:

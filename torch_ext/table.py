@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from torch_ext.common.batches import pad_width
 from torch_ext.common.errors import ContextError, FailedContextError, PipelineError
-from torch_ext.common.row_optimizers import RowwiseAdagrad
+from torch_ext.common.row_optimizers import RowwiseAdagrad, described
 from torch_ext.contexts import Context, Numbers
 from torch_ext.module_checks import TableArguments, check_table, flat_ids
 
@@ -46,10 +47,21 @@ class Table:
         padded_width: columns over all ranks, padding included.
         steps: updates that were staged.
         lookups: lookups that were consumed.
+        saved_step: the last step whose staged gradients were gathered, and so are not lost with the context; or None.
     """
 
-    def __init__(self, arguments: TableArguments, *, seed: int) -> None:
+    def __init__(self, arguments: TableArguments, *, seed: int, schedule: Mapping[str, Any] | None = None) -> None:
+        """A table.
+
+        Args:
+            arguments: what ``AsyncEmbedding`` takes.
+            seed: of the initial weights.
+            schedule: what else all ranks must agree about, for the comparison when a context opens.
+        """
         check_table(arguments)
+        self._process = os.getpid()
+        self._settings = {**described(arguments.optimizer), **(schedule or {})}
+        self.saved_step: int | None = None
         self.rows, self.width, self.name = int(arguments.rows), int(arguments.width), str(arguments.name)
         self.optimizer: RowwiseAdagrad = arguments.optimizer
         self.dtype: torch.dtype = arguments.dtype
@@ -90,6 +102,7 @@ class Table:
     def lookup_start(self, token_ids: Any) -> None:
         """Starts to look up ids, integers of any shape, as many on every rank, on the side: after the update that runs,
         if one does, so that the rows have it."""
+        self._require_own_process()
         ids = flat_ids(self.name, token_ids)
         if ids.numel() == 0:
             raise ContextError(
@@ -108,6 +121,7 @@ class Table:
         Args:
             token_ids: the ids that the rows are wanted for. If others were looked up, the call is refused.
         """
+        self._require_own_process()
         context, pin, tokens = self._require("lookup_done", self._armed, "lookup_start")
         ids = None if token_ids is None else flat_ids(self.name, token_ids)
         if ids is not None and ids.numel() != tokens:
@@ -130,6 +144,7 @@ class Table:
         Args:
             apply: False on any rank skips the update.
         """
+        self._require_own_process()
         context = self._require("stage_update", self._consumed, "lookup_done")
         context.stage_update(grads.detach().to(self.dtype).contiguous(), bool(apply))
         self._staged, self._consumed = (context, self.steps), None
@@ -137,6 +152,7 @@ class Table:
 
     def update_start(self) -> None:
         """Starts to apply what is staged, in place, on the side."""
+        self._require_own_process()
         context, step = self._require("update_start", self._staged, "stage_update")
         if self._reading is not None and self._reading[0] is not context:  # a batch of another size
             self._reading[0].wait(self._reading[1])
@@ -154,7 +170,22 @@ class Table:
 
     def finish(self) -> UpdateReport:
         """Waits for the update that runs, if one does. What became of the last one."""
+        self._require_own_process()
         return self._report if self._updating is None else self.update_done()
+
+    def _require_own_process(self) -> None:
+        """Raises PipelineError in a fork of the process that made the table: its threads stay there."""
+        if os.getpid() == self._process:
+            return
+        error = PipelineError(
+            f"async_emb {self.name!r}: the table was made in process {self._process}, and is used in process "
+            f"{os.getpid()}, which was forked from it: the threads that look up and update are not there"
+        )
+        error.add_note(
+            "Workers of a DataLoader should give ids; look their rows up where the table was made. A worker that needs "
+            "rows itself takes them from an ordinary torch.nn.Embedding of a state_dict."
+        )
+        raise error
 
     def _require(self, call: str, what: Any, before: str) -> Any:
         if what is None:
@@ -237,6 +268,7 @@ class Table:
 
     def check(self) -> None:
         """See ``AsyncEmbedding.check``."""
+        self._require_own_process()
         for context in list(self._contexts.values()):
             self._closing_on_refusal(context.check)
 
@@ -262,11 +294,13 @@ class Table:
 
     def abort(self, reason: str) -> None:
         """Ends every wait for this table, on every rank, with an error that says ``reason``."""
+        self._require_own_process()
         for context in self._contexts.values():
             context.abort(reason)
 
     def close(self) -> None:
         """See ``AsyncEmbedding.close``."""
+        self._require_own_process()
         told = any(context.told_failure for context in self._contexts.values())
         try:
             self.finish()
@@ -297,7 +331,7 @@ class Table:
                 id_policy=self.id_policy,
                 padding_id=self.padding_id,
             )
-            self._contexts[tokens, purpose] = Context(self, self.ranks, numbers)
+            self._contexts[tokens, purpose] = Context(self, self.ranks, numbers, self._settings)
         return self._contexts[tokens, purpose]
 
 

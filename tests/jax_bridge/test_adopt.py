@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from typing import Any
 
@@ -175,13 +176,38 @@ def test_an_unaligned_tensor_is_refused_and_only_a_copy_that_was_asked_for_is_ma
 
 def test_an_unaligned_part_is_refused_before_anything_is_shared():
     tensor = torch.zeros(4, 3)
-    with pytest.raises(
-        ContextError, match=r"begins 12 bytes after .* \(the part for TFRT_CPU_1\)|the part for"
-    ) as error:
+    with pytest.raises(ContextError, match=r"float32\[1, 3\] begins 12 bytes .* part for .* of the tensor") as error:
         dlpack.adopt(tensor, sharding=NamedSharding(mesh_of(4), P("table")))
     assert len(error.value.problems) == 3
+    assert "adopt(tensor, copy=True, sharding=...)" in notes(error)
+    assert ".clone()" not in notes(error), "which aligns the whole, and no part"
     copied = dlpack.adopt(tensor, sharding=NamedSharding(mesh_of(4), P("table")), copy=True)
     assert bytes_of(copied) == bytes_of(tensor)
+
+
+def test_columns_are_not_shared_and_a_copy_of_them_is():
+    tensor, sharding = torch.arange(64.0 * 64).reshape(64, 64), NamedSharding(mesh_of(4), P(None, "table"))
+    with pytest.raises(ContextError, match=r"float32\[64, 16\] has the strides \(64, 1\)") as error:
+        dlpack.adopt(tensor, sharding=sharding)
+    assert "split the first dimension only" in notes(error)
+    assert ".contiguous()" not in notes(error), "which the whole is already"
+    assert bytes_of(dlpack.adopt(tensor, copy=True, sharding=sharding)) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_shardings_that_do_not_fit_are_refused_in_our_words(copy):
+    mesh, tensor = mesh_of(4), torch.zeros(63)
+    for sharding, message in (
+        ("cpu", "sharding='cpu' is a str, but must be a jax.sharding.Sharding"),
+        (P("table"), "but must be a jax.sharding.Sharding"),
+        (NamedSharding(mesh, P(None, "table")), r"is for 2 dimensions, but the tensor float32\[63\] has 1"),
+        (NamedSharding(mesh, P("table")), r"does not divide the tensor float32\[63\] evenly"),
+        (NamedSharding(mesh.abstract_mesh, P()), "has no devices, only their outline"),
+        (NamedSharding(mesh, P(), memory_kind="pinned_host"), "wants memory of the kind 'pinned_host'"),
+    ):
+        error = refusal(tensor, sharding=sharding, copy=copy)
+        assert re.search(message, str(error.value)), str(error.value)
+        assert error.value.__notes__
 
 
 @pytest.mark.parametrize("copy", [False, True])

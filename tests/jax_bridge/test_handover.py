@@ -197,6 +197,45 @@ def test_on_one_device_the_memory_may_be_given_for_good():
         table.lookup(state, [1])
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 7}, {"rows": 18}, {"dtype": jnp.bfloat16}, {"optimizer": RowwiseAdagrad(0.1, lazy=False)}],
+    ids=["width", "rows", "dtype", "optimizer"],
+)
+def test_the_state_of_another_table_is_refused_by_name(other):
+    table = make_table(2)
+    state = make_table(2, **other).init(jax.random.key(0))
+    for call in (
+        lambda: handover.to_embedding(table, state),
+        lambda: handover.to_embedding(table, state, donate=True),
+        lambda: handover.embedding_view(table, state).__enter__(),
+        lambda: handover.logical_table(table, state),
+    ):
+        with pytest.raises(ContextError, match=r"'words': the state is of another table: it has .* this table's has"):
+            call()
+    assert not state.weights.is_deleted()
+
+
+def test_messages_name_the_call():
+    table, state = made(2)
+    for call, name in (
+        (lambda: handover.to_embedding(table, state, donate=True), "to_embedding"),
+        (lambda: handover.embedding_view(table, state).__enter__(), "embedding_view"),
+        (lambda: dlpack.give(state.weights), "give"),
+        (lambda: dlpack.view(state.weights).__enter__(), "view"),
+    ):
+        with pytest.raises(ContextError, match=f"async_emb {name}: the array float32.* lies on 2 devices"):
+            call()
+    table, state = made()
+    handover.to_embedding(table, state, donate=True)
+    for call, name in (
+        (lambda: handover.to_embedding(table, state), "view_shards"),
+        (lambda: dlpack.give(state.weights), "give"),
+    ):
+        with pytest.raises(PipelineError, match=f"async_emb {name}: the array float32.* was deleted, or given"):
+            call()
+
+
 def test_memory_that_cannot_be_given_stays():
     table, state = made(2)
     with pytest.raises(ContextError, match="lies on 2 devices"):

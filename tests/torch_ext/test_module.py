@@ -85,6 +85,7 @@ def test_the_gradient_of_the_dense_part_is_that_of_an_ordinary_embedding():
         wanted = torch.autograd.grad(dense(plain(IDS)).square().sum(), dense.weight)[0]
         dense(table(IDS)).square().sum().backward()
         assert torch.equal(dense.weight.grad, wanted)
+        table.step()
 
 
 def test_evaluation_trains_nothing_and_takes_any_number_of_ids():
@@ -145,6 +146,7 @@ def test_backward_on_rows_of_an_earlier_lookup_is_refused():
         both = table(IDS), table(IDS + 0)
         with pytest.raises(PipelineError, match=r"backward has reached rows of a lookup that is over.*torch\.cat"):
             sum(both).sum().backward()
+        table.step(apply=False)
 
 
 def test_rows_that_were_announced_are_those_that_are_wanted():

@@ -94,6 +94,13 @@ class RowwiseAdagrad:
         }
 
 
+def described(optimizer: RowwiseAdagrad) -> dict[str, Any]:
+    """The settings as text, by name, for processes or ranks to compare. Two schedules are compared where they are
+    read, by what they give."""
+    values = ((field.name, getattr(optimizer, field.name)) for field in dataclasses.fields(optimizer))
+    return {f"optimizer.{name}": "a schedule" if callable(value) else repr(value) for name, value in values}
+
+
 _ADVICE = {
     "learning_rate": "A number, or a schedule: a function from the step to a number, such as those of optax.",
     "eps": "It is added to the root of the accumulator; 1e-8 is usual.",
