@@ -64,6 +64,15 @@ def test_the_corpus_is_as_large_as_promised():
     assert all(path.with_suffix(".txt").exists() for path in BROKEN)
 
 
+def test_an_axis_may_bear_the_name_of_a_key(async_emb):
+    job = (
+        WIDTH.format("width = 8\noptimizer.learning_rate = 1")
+        .replace('"t"', '"processes"')
+        .replace("t = 4", "processes = 4")
+    )
+    assert async_emb("check", "-", stdin=job.encode()).status == 0
+
+
 # ---- corrected files
 
 
