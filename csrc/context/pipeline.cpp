@@ -6,6 +6,12 @@
 #include "context/timeline.h"
 
 namespace async_emb::context {
+namespace {
+
+// Rows of about this size are gathered, cold ones too, in the time in which a thread wakes up.
+constexpr std::int64_t kBytesWorthAThread = 64 * 1024;
+
+}  // namespace
 
 Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, Executor& executor, ProcessMap map,
                    std::shared_ptr<comm::Transport> transport)
@@ -18,6 +24,7 @@ Pipeline::Pipeline(ContextSpec spec, std::vector<std::int64_t> devices, Executor
       work_(spec_, local_),
       peers_(map.size() == 1 ? nullptr
                              : std::make_unique<Peers>(spec_, work_.layout(), std::move(map), std::move(transport))),
+      at_once_(spec_.group_size == 1 && work_.lookup_bytes() < kBytesWorthAThread),
       ranks_(spec_.group_size) {
   for (LookupRound& round : lookups_) {
     round.ranks.resize(spec_.group_size);

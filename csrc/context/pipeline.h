@@ -174,6 +174,9 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   const std::vector<int>& local_;  // ranks of this process
   ColumnSharded work_;
   const std::unique_ptr<Peers> peers_;  // null where the whole group is in this process
+  // A lookup that is over before a thread has woken up for it runs on the thread of the call that lends the table:
+  // where there is one rank, so that nobody's program goes on there but the caller's own, when its call has returned.
+  const bool at_once_;
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;

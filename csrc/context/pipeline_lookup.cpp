@@ -130,13 +130,16 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
       completion(nullptr);
       return;
     }
-    mine.lease = std::move(completion);
     const UpdateRound& update = update_round(me.machine.update().armed);
     if (!mine.lent && me.machine.update().pending() && !update.ranks[rank].ready && !update.is_void) {
+      mine.lease = std::move(completion);
       mine.waits_for_update = true;
       return;
     }
-    round.note_wait();
+    if (mine.lent || !at_once_) {
+      mine.lease = std::move(completion);
+      round.note_wait();
+    }
     if (mine.lent) {
       // The done has lent it. Now that the lease holds the table, the done need not wait for the peers.
       mine.done_lends = false;
@@ -147,6 +150,9 @@ void Pipeline::lookup_lease(int rank, const DLTensor& table, Completion completi
     number = number_of(round);
   }
   arrive(comm::Channel::kLookup, number, rank);
+  if (!at_once_) return;
+  const std::optional<Failure> failed = failure();
+  completion(failed ? &*failed : nullptr);
 }
 
 void Pipeline::run_lookup(std::int64_t step) {
@@ -172,6 +178,10 @@ void Pipeline::gather(std::int64_t step) {
     running_ += static_cast<int>(local_.size()) * parts - 1;
     ++stats_.lookups;
     stats_.bytes_moved += moved_bytes();
+  }
+  if (at_once_) {
+    gather_part(step, local_.front(), 0, 1);
+    return;
   }
   for (const int rank : local_) {
     for (int part = 0; part < parts; ++part) {
@@ -281,6 +291,16 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
     record("lookup_done", rank, step);
     LookupRound::Rank& mine = round.ranks[rank];
     mine.out = data_of(rows);
+    if (at_once_ && !mine.lent && mine.table != nullptr) {
+      mine.lent = mine.arrived = true;
+      const std::int64_t number = number_of(round);
+      const Clock::time_point called = Clock::now();
+      lock.unlock();
+      arrive(comm::Channel::kLookup, number, rank);
+      lock.lock();
+      require_working();
+      stats_.exposed_wait_ns += nanoseconds_since(called);
+    }
     if (!mine.ready) {
       mine.done = std::move(completion);
       mine.done_called = Clock::now();

@@ -1,8 +1,4 @@
 // Lookups as XLA calls them. Translation and checks of form only; the pipeline decides everything else.
-#include <memory>
-#include <mutex>
-#include <optional>
-
 #include "faces/ffi_bindings.h"
 #include "faces/ffi_handlers.h"
 
@@ -69,32 +65,16 @@ ffi::Future done_checked(Caller caller, ffi::BufferR1<ffi::F32> pin, ffi::AnyBuf
   });
 }
 
-// A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it.
-// Complete when the rows are there and no peer reads this shard any more.
+// A whole lookup in one call that only reads the table: nothing is aliased, so XLA neither donates nor copies it. The
+// done lends the table that was offered, so it completes when the rows are there and no peer reads this shard any more.
 ffi::Future now(Caller caller, ffi::AnyBuffer token_ids, ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> rows,
                 std::int64_t context_id) {
   return guarded_future([&](context::Completion completion) {
     const context::Member member = caller.of(context_id);
     const DLTensor shard = view(table);
     const float pin = member.pipeline->lookup_begin(member.rank, view(token_ids), rows_of(shard));
-    struct Halves {
-      std::mutex mutex;
-      int left = 2;
-      std::optional<context::Failure> failure;
-      context::Completion whole;
-    };
-    auto halves = std::make_shared<Halves>();
-    halves->whole = std::move(completion);
-    const context::Completion half = [halves](const context::Failure* failure) {
-      {
-        std::lock_guard lock(halves->mutex);
-        if (failure != nullptr) halves->failure = *failure;
-        if (--halves->left > 0) return;
-      }
-      halves->whole(halves->failure ? &*halves->failure : nullptr);
-    };
-    member.pipeline->lookup_done(member.rank, pin, nullptr, view(*rows), half);
-    member.pipeline->lookup_lease(member.rank, shard, half);
+    member.pipeline->lookup_offer(member.rank, shard);
+    member.pipeline->lookup_done(member.rank, pin, nullptr, view(*rows), std::move(completion));
   });
 }
 

@@ -60,6 +60,38 @@ TEST(PipelineLending, EndsALeaseAtOnceThatComesAfterItsStep) {
   }
 }
 
+// No thread has to wake up for it, so it is there when the call returns.
+TEST(PipelineLending, LooksUpAtOnceWhereOneRankHasLittleToDo) {
+  for (const Lending lending : {Lending::kAtOnce, Lending::kAfterTheDone}) {
+    Setting setting(dropping_spec(1));
+    RankCalls& rank = setting.rank(0);
+    const std::vector<unsigned char> expected = setting.model.lookup(kIds);
+    rank.lend(lending);
+    for (int step = 0; step < 3; ++step) {
+      PendingRows rows = rank.lookup_done_later(rank.lookup_start(kIds));
+      EXPECT_TRUE(rows.answer.ready());
+      const std::vector<char> got = rows.wait();
+      EXPECT_EQ(0, std::memcmp(got.data(), expected.data(), got.size()));
+      rank.settle();
+    }
+    EXPECT_EQ(setting.group.pipeline->stats().lookups, 3);
+  }
+}
+
+TEST(PipelineLending, SaysWhyToWhoeverLendsToAContextThatHasFailed) {
+  Setting setting(dropping_spec(1));
+  Pipeline& pipeline = *setting.group.pipeline;
+  RankCalls& rank = setting.rank(0);
+  rank.lookup_begin(kIds);
+  pipeline.fail({FailureKind::kAborted, "aborted by a test"});
+  Answer lease;
+  Shard& shard = *setting.group.shards[0];
+  EXPECT_EQ(message_of([&] {
+              ask(lease, [&](Completion done) { pipeline.lookup_lease(0, shard.table.view(), std::move(done)); });
+            }),
+            "aborted by a test");
+}
+
 TEST(PipelineLending, WaitsForTheLeaseWhereNoTableWasOffered) {
   Setting setting(dropping_spec(1));
   RankCalls& rank = setting.rank(0);
