@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "cpu/huge_pages.h"
 #include "cpu/kernels.h"
 
 namespace async_emb::context {
@@ -23,6 +24,7 @@ Buffer::Buffer(std::int64_t bytes) : bytes_(bytes) {
   const std::int64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   data_.reset(std::aligned_alloc(kAlignment, static_cast<std::size_t>(rounded)));
   if (!data_) throw std::bad_alloc();
+  cpu::prefer_huge_pages(data_.get(), bytes);
 }
 
 void Buffer::Free::operator()(void* p) const { std::free(p); }

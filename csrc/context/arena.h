@@ -39,7 +39,7 @@ struct BatchIds {
   Buffer positions;       // int32 [tokens]
   std::int64_t rows = 0;  // every id is below this
   std::int64_t unique_count = 0;
-  bool indexed = false;  // unique, offsets, positions are those of ids
+  bool indexed = false;  // unique, offsets, positions are those of ids, or somebody sees to it
   int holders = 0;
 
   explicit BatchIds(std::int64_t tokens);

@@ -87,12 +87,14 @@ void ColumnSharded::gather_for_peer(const BatchIds& batch, std::span<const void*
                tables, static_cast<char*>(destination), true);
 }
 
-void ColumnSharded::stage(int rank, const void* grads) {
-  char* own = arena_.grads.as<char>() + spec_.token_blocks[rank] * spec_.tokens_per_rank * held_.bytes();
+void ColumnSharded::stage(int rank, const void* grads, int part, int parts) {
+  const auto [begin, end] = cut(spec_.tokens_per_rank, part, parts);
+  const char* from = static_cast<const char*>(grads) + begin * spec_.emb_width * element_;
+  char* own = arena_.grads.as<char>() + (spec_.token_blocks[rank] * spec_.tokens_per_rank + begin) * held_.bytes();
   if (held_width() == spec_.emb_width) {
-    std::memcpy(own, grads, static_cast<std::size_t>(lookup_bytes()));
+    std::memcpy(own, from, static_cast<std::size_t>((end - begin) * held_.bytes()));
   } else {
-    held_.pack(grads, spec_.tokens_per_rank, own);
+    held_.pack(from, end - begin, own);
   }
 }
 
@@ -116,7 +118,8 @@ void ColumnSharded::fill_refused(void* destination) const {
   }
 }
 
-void ColumnSharded::index(BatchIds& batch) const {
+void ColumnSharded::index(BatchIds& batch) {
+  std::lock_guard lock(sorting_);
   cpu::UniqueIds job;
   job.ids = batch.ids.as<std::int32_t>();
   job.count = spec_.tokens();
@@ -125,7 +128,6 @@ void ColumnSharded::index(BatchIds& batch) const {
   job.positions = batch.positions.as<std::int32_t>();
   job.scratch = arena_.sort_scratch.as<std::uint64_t>();
   batch.unique_count = kernels_.unique_ids(job);
-  batch.indexed = true;
 }
 
 void ColumnSharded::sum(const BatchIds& batch, int rank, int part, int parts) const {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -37,13 +38,13 @@ class ColumnSharded {
   void fill_refused(void* destination) const;
 
   // Takes the gradient rows of a rank of this process, [tokens_per_rank, emb_width], into the arena: the columns that
-  // this process holds.
-  void stage(int rank, const void* grads);
+  // this process holds. The part'th of `parts` pieces of its tokens.
+  void stage(int rank, const void* grads, int part = 0, int parts = 1);
   // Gives them back: those columns of [tokens_per_rank, emb_width].
   void unstage(int rank, void* grads) const;
 
   // Finds the distinct ids of the batch and where they occur.
-  void index(BatchIds& batch) const;
+  void index(BatchIds& batch);
   // Canonical sums of the gradient rows over this rank's columns, and its subtrees of the row statistic.
   void sum(const BatchIds& batch, int rank, int part, int parts) const;
   // Statistics of the rows [begin, end) of the distinct ids, from all ranks' subtrees; and the global norm, from all.
@@ -75,6 +76,7 @@ class ColumnSharded {
   const PackedColumns held_;
   const std::vector<std::int8_t> levels_;  // of every rank's subtrees, in column order
   Arena arena_;
+  std::mutex sorting_;  // one batch at a time: there is one scratch
 };
 
 }  // namespace async_emb::context

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "context/clean_ids.h"
+#include "cpu/huge_pages.h"
 
 namespace async_emb::context {
 
@@ -269,6 +270,7 @@ StateMachine::Refusal Pipeline::check_same_ids(int rank, float pin, const DLTens
 
 void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTensor& rows, Completion completion) {
   check_.rows(rows);
+  cpu::prefer_huge_pages(data_of(rows), work_.lookup_bytes());
   StateMachine::Refusal other_batch;
   if (ids != nullptr) other_batch = check_same_ids(rank, pin, *ids);
   {

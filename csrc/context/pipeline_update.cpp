@@ -7,8 +7,14 @@
 #include <utility>
 
 #include "context/clean_ids.h"
+#include "context/together.h"
 
 namespace async_emb::context {
+namespace {
+
+constexpr int kPiecesAThread = 8;  // so that one which came late, or sorted ids meanwhile, takes fewer
+
+}  // namespace
 
 float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* segment_ids,
                              const DLTensor* unique_tokens, bool pending) {
@@ -17,6 +23,8 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
   std::int32_t* own_ids = nullptr;
   std::int64_t rows = 0;
   std::int64_t stage = 0;
+  BatchIds* to_index = nullptr;
+  const int threads = work_.parts_for(work_.lookup_bytes(), executor_.limit());
   {
     Lock lock(mutex_);
     require_working();
@@ -30,6 +38,10 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
     me.staged_own_ids = segment_ids != nullptr;
     if (segment_ids == nullptr) {
       me.staged_batch = me.consumed_batch;
+      BatchIds& batch = *batches_[me.staged_batch];
+      // No process but this one has ids still to come.
+      const bool may_index = threads > 1 && peers_ == nullptr;
+      if (may_index && !std::exchange(batch.indexed, true)) to_index = &batch;
     } else {
       Override& given = overrides_[stage % 2];
       if (given.stage != stage) {
@@ -41,7 +53,18 @@ float Pipeline::stage_update(int rank, const DLTensor& grads, const DLTensor* se
     }
     hold(me.staged_batch);
   }
-  work_.stage(rank, data_of(grads));
+  if (threads == 1) {
+    work_.stage(rank, data_of(grads));
+  } else {
+    const int pieces = threads * kPiecesAThread;
+    run_together(executor_, pieces + 1, threads - 1, [&](int job) {
+      if (job > 0) {
+        work_.stage(rank, data_of(grads), job - 1, pieces);
+      } else if (to_index != nullptr) {
+        work_.index(*to_index);
+      }
+    });
+  }
   if (peers_ != nullptr) peers_->stage(rank, data_of(grads));
   if (own_ids != nullptr) {
     const core::IdReport cleaned = ids_of_segments(*segment_ids, *unique_tokens, spec_, rows, own_ids);
@@ -192,7 +215,7 @@ void Pipeline::index_then_sum(std::int64_t step) {
     Lock lock(mutex_);
     batch = batches_[update_round(step).batch].get();
   }
-  if (!batch->indexed) work_.index(*batch);
+  if (!std::exchange(batch->indexed, true)) work_.index(*batch);
   const std::int64_t limit = std::min(spec_.num_unique, spec_.tokens());
   if (batch->unique_count > limit) {
     Lock lock(mutex_);

@@ -14,6 +14,7 @@
 #include "core/adagrad.h"
 #include "core/dyadic.h"
 #include "cpu/float_mode.h"
+#include "cpu/huge_pages.h"
 #include "cpu/kernels.h"
 #include "faces/torch_checks.h"
 
@@ -41,6 +42,7 @@ at::Tensor gather_rows(const at::Tensor& table, const at::Tensor& ids) {
   const cpu::ColumnShard shard{table.const_data_ptr(), row_bytes, row_bytes};
   const std::int32_t* const row_of = rows.const_data_ptr<std::int32_t>();
   char* const first = static_cast<char*>(out.mutable_data_ptr());
+  cpu::prefer_huge_pages(first, rows.numel() * row_bytes);
   at::parallel_for(0, rows.numel(), grain(row_bytes), [&](std::int64_t begin, std::int64_t end) {
     cpu::GatherRows job;
     job.ids = row_of + begin;
@@ -125,6 +127,7 @@ std::tuple<at::Tensor, at::Tensor> segment_sum(const at::Tensor& grads, const at
   sum.positions = positions.const_data_ptr<std::int32_t>();
   sum.sums = sums.mutable_data_ptr<float>();
   sum.subtree_sums = subtree_sums.mutable_data_ptr<float>();
+  cpu::prefer_huge_pages(sum.sums, static_cast<std::int64_t>(sums.nbytes()));
   sum.subtree_stride = subtrees;
   cpu::RowStatistic statistic;
   statistic.subtree_sums = sum.subtree_sums;
