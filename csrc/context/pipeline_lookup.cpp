@@ -293,7 +293,7 @@ void Pipeline::lookup_done(int rank, float pin, const DLTensor* ids, const DLTen
     record("lookup_done", rank, step);
     LookupRound::Rank& mine = round.ranks[rank];
     mine.out = data_of(rows);
-    if (at_once_ && !mine.lent && mine.table != nullptr) {
+    if (at_once_ && !mine.lent && !mine.waits_for_update && mine.table != nullptr) {
       mine.lent = mine.arrived = true;
       const std::int64_t number = number_of(round);
       const Clock::time_point called = Clock::now();
