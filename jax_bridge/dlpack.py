@@ -251,8 +251,14 @@ def _shared(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
         if array.unsafe_buffer_pointer() != alias.data_ptr():
             raise ContextError(f"async_emb adopt: JAX has made a copy of {_describe(tensor)} instead of sharing it")
         claim = loans.claim("adopted", alias.data_ptr(), array.nbytes, _describe(tensor))
-        weakref.finalize(alias, loans.release, claim).atexit = False
+        shared = torch_ext.native().Shared(alias.untyped_storage()._cdata)
+        weakref.finalize(alias, _let_go, claim, shared).atexit = False
     return array
+
+
+def _let_go(claim: int, shared: object) -> None:
+    """JAX has the memory no more: ``shared`` ends with its last reference, this one."""
+    loans.release(claim)
 
 
 def _copied(tensor: torch.Tensor, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -155,6 +155,10 @@ std::string CallChecks::lost(const char* call, std::int64_t step, const std::vec
          ": the process has ended or its connection broke (" + why + ")";
 }
 
+std::string CallChecks::absent(const char* call, std::int64_t step, int rank, const std::string& why) const {
+  return of_step(call, step) + " waits for " + list({rank}) + ", which " + why;
+}
+
 std::string CallChecks::timed_out(const char* call, std::int64_t step, const std::vector<int>& missing) const {
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", spec_.timeout_seconds);

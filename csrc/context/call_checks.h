@@ -50,6 +50,8 @@ class CallChecks {
   std::string of_step(const char* call, std::int64_t step) const;
   // "async_emb 'users' lost rank 1 (device 3, process 1) in lookup_start of step 5: ..."
   std::string lost(const char* call, std::int64_t step, const std::vector<int>& ranks, const std::string& why) const;
+  // "async_emb 'users' lookup_start of step 5 waits for rank 1 (device 3), which has closed the table"
+  std::string absent(const char* call, std::int64_t step, int rank, const std::string& why) const;
   // "async_emb 'users' timed out after 30 s in lookup_start of step 5: missing rank 1 (device 3). ..."
   std::string timed_out(const char* call, std::int64_t step, const std::vector<int>& missing) const;
 

@@ -280,6 +280,7 @@ void DevicePipeline::apply(Round& round, int rank) {
   decide.workspace_bytes = me.arena.norm_workspace.bytes();
   decide.num_ranks = spec_.group_size;
   decide.numbers = me.arena.numbers.get();
+  decide.lazy = round.form.lazy;
   decide.clips = round.form.clips;
   decide.skip = me.arena.round_skip[kUpdate].get();
   decide.outcome = me.arena.outcome.get();

@@ -50,6 +50,9 @@ class GroupPipeline {
   // The first failure sticks: whatever waits ends with it, and every later call throws it.
   virtual void fail(Failure failure) = 0;
   virtual std::optional<Failure> failure() const = 0;
+  // A rank on a CPU of this process will not come any more, for the reason given: whoever waits for it, now or later,
+  // hears that. Empty: it is back.
+  virtual void set_absent(int /*rank*/, std::string /*why*/) {}
   // Called by the watchdog: fails the group where somebody waits for longer than the timeout.
   virtual void check_timeout(Clock::time_point now) = 0;
   // Returns when no work runs any more.

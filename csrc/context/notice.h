@@ -28,6 +28,10 @@ struct Notice {
   char why[512] = {};
 };
 
+// The first number in which two rules differ, in words: "learning_rate is 0.05 on rank 0 and 0.1 on rank 1".
+std::optional<std::string> difference(const UpdateRule& a, const std::string& where_a, const UpdateRule& b,
+                                      const std::string& where_b);
+
 // How the notices of one start, by process, disagree: the first difference, in words, or nothing. `names` are the
 // processes' numbers in the program.
 std::optional<std::string> disagreement(const std::vector<Notice>& notices, const std::vector<int>& names);

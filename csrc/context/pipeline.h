@@ -80,6 +80,7 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   std::int64_t arena_bytes() const override;
   void fail(Failure failure) override;
   std::optional<Failure> failure() const override;
+  void set_absent(int rank, std::string why) override;
   void check_timeout(Clock::time_point now) override;
   void drain() override;
 
@@ -98,6 +99,7 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
     bool staged_own_ids = false;
     const void* last_table = nullptr;  // of the last lookup's lease
     std::int64_t last_rows = 0;        // of that table
+    std::string why_absent;            // empty: it is there
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -113,6 +115,8 @@ class Pipeline : public GroupPipeline, public std::enable_shared_from_this<Pipel
   int take_batch();
   void hold(int batch);
   void release(int& batch);
+  // How the numbers that `rank` gives differ from those of the first rank to begin the round.
+  std::optional<std::string> difference_between(const UpdateRound& round, const UpdateRule& rule, int rank) const;
   void take_offer(int rank, LookupRound& round, const DLTensor& table);
   void take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
                   const DLTensor* last_step);

@@ -154,6 +154,14 @@ void Pipeline::fail_waiting() {
   }
 }
 
+void Pipeline::set_absent(int rank, std::string why) {
+  {
+    Lock lock(mutex_);
+    ranks_.at(static_cast<std::size_t>(rank)).why_absent = std::move(why);
+  }
+  check_timeout(Clock::now());
+}
+
 void Pipeline::check_timeout(Clock::time_point now) {
   if (const auto told = peers_ != nullptr ? peers_->threads().told() : std::nullopt) {
     fail({FailureKind::kPeer, *told});
@@ -163,21 +171,20 @@ void Pipeline::check_timeout(Clock::time_point now) {
   {
     Lock lock(mutex_);
     if (failure_) return;
-    const auto late = [&](const Progress& round) {
-      return round.step != 0 && round.waited_for && !round.running && !round.complete &&
-             std::chrono::duration<double>(now - round.first_wait).count() > spec_.timeout_seconds;
-    };
-    const auto describe_missing = [&](comm::Channel channel, const Progress& round, const char* call) {
+    const auto look_at = [&](comm::Channel channel, const Progress& round, const char* call) {
+      if (round.step == 0 || !round.waited_for || round.running || round.complete || !failure.message.empty()) return;
       const std::vector<int> missing = arrivals_.missing(channel, number_of(round));
-      if (missing.empty() || !failure.message.empty()) return;  // the last one has just come
-      failure.message = check_.timed_out(call, round.step, missing);
+      for (const int rank : missing) {
+        const std::string& why = ranks_[static_cast<std::size_t>(rank)].why_absent;
+        if (why.empty()) continue;
+        failure = {FailureKind::kPeer, check_.absent(call, round.step, rank, why)};
+        return;
+      }
+      const bool late = std::chrono::duration<double>(now - round.first_wait).count() > spec_.timeout_seconds;
+      if (late && !missing.empty()) failure.message = check_.timed_out(call, round.step, missing);  // empty: just come
     };
-    for (const LookupRound& round : lookups_) {
-      if (late(round)) describe_missing(comm::Channel::kLookup, round, "lookup_start");
-    }
-    for (const UpdateRound& round : updates_) {
-      if (late(round)) describe_missing(comm::Channel::kUpdate, round, "update start");
-    }
+    for (const LookupRound& round : lookups_) look_at(comm::Channel::kLookup, round, "lookup_start");
+    for (const UpdateRound& round : updates_) look_at(comm::Channel::kUpdate, round, "update start");
   }
   if (!failure.message.empty()) fail(std::move(failure));
 }

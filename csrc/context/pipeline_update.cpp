@@ -107,11 +107,21 @@ float Pipeline::update_begin(int rank, const UpdateRule& rule) {
     round.norm = 0;
     round.applied = false;
     for (auto& peer : round.ranks) peer = {};
+  } else if (const auto what = difference_between(round, rule, rank)) {
+    fail_and_throw({FailureKind::kInvalidArgument, check_.of_step("update start", step) + ": " + *what +
+                                                       ". All ranks must give one optimizer and one schedule"});
   }
   round.ranks[rank].begun = true;
   round.pending = round.pending && me.staged_pending;
   if (me.calls >= refused_call_) finish_void(round);  // a peer has refused this very call
   return pin_of(step);
+}
+
+std::optional<std::string> Pipeline::difference_between(const UpdateRound& round, const UpdateRule& rule,
+                                                        int rank) const {
+  const auto is_begun = [&](int other) { return round.ranks[static_cast<std::size_t>(other)].begun; };
+  const int first = *std::find_if(local_.begin(), local_.end(), is_begun);
+  return difference(round.rule, "rank " + std::to_string(first), rule, "rank " + std::to_string(rank));
 }
 
 void Pipeline::take_offer(int rank, UpdateRound& round, const DLTensor& table, const DLTensor& row_state,
@@ -256,7 +266,7 @@ void Pipeline::decide(std::int64_t step) {
     stats_.bytes_moved += moved_bytes();
     round.norm = norm;
     // The last point at which a failure still leaves every byte as it was.
-    applies = std::isfinite(norm) && round.pending && !failure_;
+    applies = std::isfinite(norm) && round.rule.can_be_applied() && round.pending && !failure_;
     round.applied = applies;
     (applies ? stats_.updates : stats_.skipped_updates) += 1;
   }

@@ -182,6 +182,14 @@ void abort_context(std::int64_t id, const std::string& reason) {
   }
 }
 
+void set_absent(std::int64_t id, std::int64_t device, const std::string& why) {
+  const std::shared_ptr<Context> context = find_context(id);
+  const ContextSpec& spec = context->spec();
+  const auto place = std::find(spec.devices.begin(), spec.devices.end(), device) - spec.devices.begin();
+  const auto& group = context->group_of(static_cast<std::size_t>(place));
+  if (group) group->set_absent(static_cast<int>(place % spec.group_size), why);
+}
+
 void close_context(std::int64_t id) {
   Registry& all = registry();
   std::shared_ptr<Context> context;

@@ -66,6 +66,8 @@ Member find_member(std::int64_t id, std::int64_t device, std::int64_t run);
 
 // Ends every wait with `reason`; the context stays known and refuses every call until it is closed.
 void abort_context(std::int64_t id, const std::string& reason);
+// One rank of this process will not come any more, or is back: see GroupPipeline::set_absent. `device` as in the spec.
+void set_absent(std::int64_t id, std::int64_t device, const std::string& why);
 // Lets work that runs end, answers whoever still waits with an error, and forgets the context. Closing twice is fine.
 void close_context(std::int64_t id);
 std::vector<std::int64_t> open_contexts();

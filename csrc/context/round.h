@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "context/failure.h"
+#include "core/adagrad.h"
 
 namespace async_emb::context {
 
@@ -72,6 +73,10 @@ struct UpdateRule {
   bool stochastic_rounding = false;
   std::uint32_t seed = 0;
   std::uint32_t rounding_step = 0;
+
+  bool can_be_applied() const {
+    return core::can_be_applied(learning_rate, eps, decay, weight_decay, lazy, clips ? max_grad_norm : 0.0f);
+  }
 };
 
 // Where update_done wants its results.

@@ -45,6 +45,18 @@ struct AdagradRule {
   bool lazy;
 };
 
+ASYNC_EMB_FN bool is_finite_and_not_negative(float value) { return value >= 0.0f && value <= 3.402823466e38f; }
+
+// Whether an update may be applied with these numbers, which a schedule may have made anything of: one that is not
+// finite, or negative, would spoil every row it touches. Two may be more: weight_decay as a factor, which is
+// 1 - learning_rate * rate, may be negative, and a bound on the norm may be infinite.
+ASYNC_EMB_FN bool can_be_applied(float learning_rate, float eps, float decay, float weight_decay, bool lazy,
+                                 float max_grad_norm) {
+  const float rate_or_size = lazy || weight_decay >= 0.0f ? weight_decay : -weight_decay;
+  return is_finite_and_not_negative(learning_rate) && is_finite_and_not_negative(eps) &&
+         is_finite_and_not_negative(decay) && is_finite_and_not_negative(rate_or_size) && max_grad_norm >= 0.0f;
+}
+
 // What the rule says about one row.
 struct RowUpdate {
   bool touched;

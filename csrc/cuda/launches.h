@@ -293,7 +293,8 @@ struct RowStatistic {
   const std::int32_t* skip = nullptr;
 };
 
-// The global norm, and whether the update is applied: finite, every rank pending, no refusal.
+// The global norm, and whether the update is applied: finite, numbers that can be applied, every rank pending, no
+// refusal.
 struct Decide {
   const float* statistics = nullptr;
   const BatchCounts* counts = nullptr;
@@ -303,6 +304,7 @@ struct Decide {
   const std::int32_t* pending[kMaxRanks] = {};
   int num_ranks = 0;
   const RuleNumbers* numbers = nullptr;
+  bool lazy = false;
   bool clips = false;
   const std::int32_t* skip = nullptr;
   Outcome* outcome = nullptr;

@@ -115,9 +115,12 @@ struct DecideUpdate {
     Outcome outcome;
     outcome.norm = core::gradient_norm(sum);
     const bool finite = (core::bits_of(outcome.norm) & 0x7f800000u) != 0x7f800000u;
-    outcome.valid = finite && pending ? 1 : 0;
+    const RuleNumbers& rule = *job.numbers;
+    const bool sound = core::can_be_applied(rule.learning_rate, rule.eps, rule.decay, rule.weight_decay, job.lazy,
+                                            job.clips ? rule.max_grad_norm : 0.0f);
+    outcome.valid = finite && sound && pending ? 1 : 0;
     outcome.pending = 1;
-    outcome.clip = job.clips ? core::clip_factor(job.numbers->max_grad_norm, outcome.norm) : 1.0f;
+    outcome.clip = job.clips ? core::clip_factor(rule.max_grad_norm, outcome.norm) : 1.0f;
     *job.outcome = outcome;
     if (job.counters == nullptr) return;
     add_atomically(outcome.valid != 0 ? &job.counters->applied : &job.counters->skipped, 1);

@@ -80,18 +80,31 @@ class Work {
     return state_->over;
   }
 
-  // Ctrl-C ends the wait, not the work.
-  void wait() const {
+  // Whether it is over within that time. Ctrl-C ends the wait, not the work.
+  bool wait_for(double seconds) const {
     constexpr std::chrono::milliseconds kBetweenSignals{100};
-    for (;;) {
+    const auto deadline = context::Clock::now() + std::chrono::duration<double>(seconds);
+    for (bool over = false; !over;) {
+      const auto now = context::Clock::now();
       {
         const py::gil_scoped_release unlocked;
         std::unique_lock lock(state_->mutex);
-        if (state_->changed.wait_for(lock, kBetweenSignals, [&] { return state_->over; })) break;
+        const std::chrono::duration<double> pause =
+            std::min<std::chrono::duration<double>>(deadline - now, kBetweenSignals);
+        over = state_->changed.wait_for(lock, pause, [&] { return state_->over; });
       }
+      if (over) break;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (now >= deadline) return false;
     }
     if (state_->failure) throw context::Error(*state_->failure);
+    return true;
+  }
+
+  void wait() const {
+    constexpr double kLong = 3600;
+    while (!wait_for(kLong)) {
+    }
   }
 
  private:
@@ -248,7 +261,10 @@ void define_host_calls(py::module_& m) {
     }
   });
 
-  py::class_<Work>(m, "Work").def("is_over", &Work::is_over).def("wait", &Work::wait);
+  py::class_<Work>(m, "Work")
+      .def("is_over", &Work::is_over)
+      .def("wait", &Work::wait)
+      .def("wait_for", &Work::wait_for, py::arg("seconds"));
   py::class_<UpdateWork, Work>(m, "UpdateWork").def("result", &UpdateWork::result);
   py::class_<Rank>(m, "Rank")
       .def(py::init<std::int64_t, std::int64_t>(), py::arg("context_id"), py::arg("device"))

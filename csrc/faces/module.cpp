@@ -225,6 +225,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("abort_context", &context::abort_context, py::call_guard<py::gil_scoped_release>());
+  m.def("set_absent", &context::set_absent, py::arg("context_id"), py::arg("device"), py::arg("why"),
+        py::call_guard<py::gil_scoped_release>());
 
   m.def("stats", &stats);
   m.def("failure", &failure);

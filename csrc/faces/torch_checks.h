@@ -106,6 +106,12 @@ inline float checked_float(const char* op, const char* name, double value) {
   return narrow;
 }
 
+inline float checked_not_negative(const char* op, const char* name, double value) {
+  const float narrow = checked_float(op, name, value);
+  TORCH_CHECK_VALUE(narrow >= 0, op, ": ", name, " = ", value, " must not be negative");
+  return narrow;
+}
+
 inline std::uint32_t checked_uint32(const char* op, const char* name, std::int64_t value) {
   TORCH_CHECK_VALUE(value >= 0 && value <= std::numeric_limits<std::uint32_t>::max(), op, ": ", name, " = ", value,
                     " must lie in [0, 4294967295]");

@@ -265,9 +265,9 @@ void rowwise_adagrad_(at::Tensor& table, at::Tensor& row_state, const at::Tensor
                       std::optional<std::int64_t> seed, std::optional<std::int64_t> rounding_step) {
   constexpr const char* kOp = "async_emb::rowwise_adagrad_";
   cpu::RowwiseAdagrad job;
-  job.learning_rate = checked_float(kOp, "learning_rate", learning_rate);
-  job.eps = checked_float(kOp, "eps", eps);
-  job.decay = checked_float(kOp, "decay_factor", decay_factor);
+  job.learning_rate = checked_not_negative(kOp, "learning_rate", learning_rate);
+  job.eps = checked_not_negative(kOp, "eps", eps);
+  job.decay = checked_not_negative(kOp, "decay_factor", decay_factor);
   job.weight_decay = checked_float(kOp, "weight_decay_factor", weight_decay_factor);
   apply({kOp, table, row_state, nullptr, unique, sums, statistics, max_grad_norm, rounding, seed, rounding_step}, job);
 }
@@ -282,10 +282,10 @@ void rowwise_adagrad_lazy_(at::Tensor& table, at::Tensor& row_state, at::Tensor&
   check_int32_range(kOp, "step", step);
   TORCH_CHECK_VALUE(step >= 0, kOp, ": step = ", step, " must not be negative");
   job.step = static_cast<std::int32_t>(step);
-  job.learning_rate = checked_float(kOp, "learning_rate", learning_rate);
-  job.eps = checked_float(kOp, "eps", eps);
-  job.decay = checked_float(kOp, "accum_decay_rate", accum_decay_rate);
-  job.weight_decay = checked_float(kOp, "weight_decay_rate", weight_decay_rate);
+  job.learning_rate = checked_not_negative(kOp, "learning_rate", learning_rate);
+  job.eps = checked_not_negative(kOp, "eps", eps);
+  job.decay = checked_not_negative(kOp, "accum_decay_rate", accum_decay_rate);
+  job.weight_decay = checked_not_negative(kOp, "weight_decay_rate", weight_decay_rate);
   apply({kOp, table, row_state, &last_step, unique, sums, statistics, max_grad_norm, rounding, seed, rounding_step},
         job);
 }

@@ -73,9 +73,10 @@ def rowwise_adagrad_update(
         a = a decay_factor + ss / D;  s = learning_rate / (sqrt(a) + eps), or 0 where that denominator is 0
         w = round(w weight_decay_factor - s G)
 
-    Every operation is rounded to float32 and w once more at the store. Nothing changes, in any row, unless the norm is
-    finite and pending is not 0. A row whose (clipped) ss is 0 keeps its bits, and so do rows outside the batch and
-    padding columns. Without clipping, and where max_grad_norm / norm is 0 / 0, c is 1.
+    Every operation is rounded to float32 and w once more at the store. Nothing changes, in any row, unless the norm and
+    every number of the rule are finite, learning_rate, eps and decay_factor are not negative, and pending is not 0. A
+    row whose (clipped) ss is 0 keeps its bits, and so do rows outside the batch and padding columns. Without clipping,
+    and where max_grad_norm / norm is 0 / 0, c is 1.
 
     Args:
         table: `[rows, width]`, float32, bfloat16 or float16.
@@ -100,6 +101,7 @@ def rowwise_adagrad_update(
         ids,
         grads,
         lambda touched: (np.float32(decay_factor), np.float32(weight_decay_factor)),
+        sound=_all_sound(decay_factor, abs(weight_decay_factor)),
         learning_rate=learning_rate,
         eps=eps,
         pending=pending,
@@ -139,7 +141,7 @@ def rowwise_adagrad_lazy_update(
 
         decay_factor = exp32(-(accum_decay_rate delta));  weight_decay_factor = exp32(-(weight_decay_rate delta))
 
-    and last_step = step afterwards, in touched rows only.
+    and last_step = step afterwards, in touched rows only. Neither rate may be negative, or nothing changes.
 
     Args:
         last_step: int32 `[rows]`.
@@ -157,6 +159,7 @@ def rowwise_adagrad_lazy_update(
         ids,
         grads,
         lazy_factors(last_step, step, accum_decay_rate, weight_decay_rate, table.shape[:1]),
+        sound=_all_sound(accum_decay_rate, weight_decay_rate),
         learning_rate=learning_rate,
         eps=eps,
         pending=pending,
@@ -201,6 +204,7 @@ def update_in_place(
     grads: ArrayLike,
     factors: _Factors,
     *,
+    sound: bool,
     learning_rate: float,
     eps: float,
     pending: bool | int,
@@ -211,13 +215,14 @@ def update_in_place(
     num_unique: int | None,
     logical_width: int | None,
 ) -> tuple[np.float32, bool, int, NDArray[np.int64]]:
-    """The rule itself. Returns norm, valid, saturated, and the rows that it wrote."""
+    """The rule itself. Returns norm, valid, saturated, and the rows that it wrote: none unless the decays' numbers are
+    ``sound``, and the others too."""
     width = table.shape[-1] if logical_width is None else logical_width
     index = _checked_index(table, row_state, ids, grads, width, max_grad_norm, rounding, num_unique)
     summed = segment_sum(grads, index)[:, :width]
     statistics = row_statistics(summed)
     norm = global_norm(statistics)
-    if not np.isfinite(norm) or not pending:
+    if not (np.isfinite(norm) and pending and sound and _all_sound(learning_rate, eps)):
         return norm, False, 0, np.zeros(0, np.int64)
     with np.errstate(all="ignore"):
         if max_grad_norm is not None:
@@ -239,6 +244,13 @@ def update_in_place(
     table[touched, :width] = stored
     row_state[touched] = canonical(accumulator)
     return norm, True, saturated, touched
+
+
+def _all_sound(*numbers: float) -> bool:
+    """Whether numbers of a rule are finite and not negative, once they are float32."""
+    with np.errstate(over="ignore"):
+        narrow = np.array(numbers, np.float32)
+    return bool(np.isfinite(narrow).all() and (narrow >= 0).all())
 
 
 def _checked_index(

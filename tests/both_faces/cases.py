@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -127,6 +128,11 @@ def _bad_ids(step: int, batch: Batch) -> Batch:
     return batch._replace(ids=ids)
 
 
+def _rate_of_step_1(rate: str) -> Callable[[Any], Any]:
+    """A schedule of 0.125, and of ``rate`` at step 1."""
+    return lambda step: jnp.where(step == 1, float(rate), 0.125)
+
+
 _LAZY = {"lazy": True, "half_life": 5.0, "weight_decay": 0.25}
 _STOCHASTIC = {"rounding": "stochastic", "seed": 11}
 
@@ -153,6 +159,9 @@ CASES = [
     Case("float16 that saturates", dtype="float16", rule={"learning_rate": 3e6}),
     *(Case("a learning-rate schedule", staleness=s, rule={"learning_rate": lambda step: 0.125 * (step + 1)})
       for s in (0, 1)),
+    *(Case(f"a schedule that gives {rate}", staleness=s, rule={"learning_rate": _rate_of_step_1(rate), **decay})
+      for s, rate, decay in ((0, "nan", {}), (1, "inf", _LAZY), (1, "-0.125", {"half_life": 3.0}), (0, "nan", _LAZY))),
+    Case("weight decay that turns signs", rule={"weight_decay": 4.0, "learning_rate": 0.5}),
 ]  # fmt: skip
 
 

@@ -236,6 +236,8 @@ TEST(CudaEmulation, SumsManyStatisticsInTheSameOrder) {
     job.workspace_bytes = launches.decide_workspace(most);
     job.pending[0] = &pending;
     job.num_ranks = 1;
+    const cuda::RuleNumbers numbers;
+    job.numbers = &numbers;
     job.skip = &skip;
     job.outcome = &outcome;
     launches.decide(job, nullptr);

@@ -187,6 +187,7 @@ inline Result run_launches(const cuda::Launches& launches, const Problem& p, con
   for (std::size_t rank = 0; rank < layout.pending.size(); ++rank) decide.pending[rank] = &layout.pending[rank];
   decide.num_ranks = static_cast<int>(layout.pending.size());
   decide.numbers = &numbers;
+  decide.lazy = p.lazy;
   decide.clips = max_grad_norm != nullptr;
   decide.skip = &layout.skip;
   decide.outcome = &result.decided;

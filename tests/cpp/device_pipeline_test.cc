@@ -85,6 +85,24 @@ TEST(DevicePipeline, LeavesEveryByteWhereTheNormIsNotFinite) {
   EXPECT_EQ(setting.group.pipeline->stats().updates, 0);
 }
 
+TEST(DevicePipeline, LeavesEveryByteWhereANumberOfTheRuleCannotBeApplied) {
+  for (const UpdateRule& rule : unsound_rules()) {
+    DeviceSetting setting(spec_of(2));
+    setting.batches[0].pending = true;
+    const std::vector<unsigned char> before = setting.model.table;
+    setting.run_ahead(staleness_one(1), rule);
+    EXPECT_EQ(before, setting.model.table);
+    EXPECT_EQ(setting.group.pipeline->stats().skipped_updates, 1);
+    EXPECT_EQ(setting.group.pipeline->stats().updates, 0);
+  }
+  for (const UpdateRule& rule : extreme_rules()) {
+    DeviceSetting setting(spec_of(2));
+    setting.batches[0].pending = true;
+    setting.run_ahead(staleness_one(1), rule);
+    EXPECT_EQ(setting.group.pipeline->stats().updates, 1);
+  }
+}
+
 TEST(DevicePipeline, RestsATableThatLeavesAStepWithALookupUnderWay) {
   for (int repetition = 0; repetition < 10; ++repetition) {
     DeviceSetting setting(spec_of(3));

@@ -114,16 +114,33 @@ TEST(PipelineFailure, TellsPeersOfAnotherNumberOfRows) {
   EXPECT_EQ(message_of([&] { setting.rank(0).lookup_lease(); }), message);
 }
 
-TEST(PipelineFailure, TellsPeersOfARuleAndBuffersThatDoNotGoTogether) {
+TEST(PipelineFailure, TellsPeersOfARuleThatDiffers) {
   Setting setting(small_spec(2));
   const std::string message = failure_of_both(setting, true, [&](RankCalls& rank) {
     UpdateRule lazy = plain_rule();
     lazy.lazy = true;
-    // Either brings last_step to the rule of rank 0, or its rule finds rank 0 without one.
     rank.update_start(lazy);
     rank.update_done();
   });
-  EXPECT_NE(message.find("the lazy rule"), std::string::npos) << message;
+  EXPECT_NE(message.find("whether the rule is lazy is"), std::string::npos) << message;
+}
+
+TEST(PipelineFailure, TellsWhoWaitsForARankThatIsAbsent) {
+  for (const bool goes_first : {false, true}) {
+    Setting setting(small_spec(2));
+    Pipeline& pipeline = *setting.group.pipeline;
+    if (goes_first) pipeline.set_absent(1, "has closed the table");
+    EXPECT_FALSE(pipeline.failure());
+    const float pin = setting.rank(0).lookup_start(kIds);
+    if (!goes_first) pipeline.set_absent(1, "has closed the table");
+    const std::string message = message_of([&] { setting.rank(0).lookup_done(pin); });
+    EXPECT_EQ(message,
+              "async_emb 'users' lookup_start of step 1 waits for rank 1 (device 11), which has closed the table");
+  }
+  Setting setting(small_spec(2));
+  setting.group.pipeline->set_absent(1, "has closed the table");
+  setting.group.pipeline->set_absent(1, "");
+  setting.run(staleness_one(2));
 }
 
 TEST(PipelineFailure, KeepsAContextUsableAfterArgumentsThatFitNoStep) {

@@ -112,6 +112,24 @@ TEST(Pipeline, LeavesEveryByteWhereTheNormIsNotFinite) {
   }
 }
 
+TEST(Pipeline, LeavesEveryByteWhereANumberOfTheRuleCannotBeApplied) {
+  for (const UpdateRule& rule : unsound_rules()) {
+    Setting setting(small_spec(2));
+    setting.batches[0].pending = true;
+    const std::vector<unsigned char> before = setting.model.table;
+    setting.run(staleness_one(1), rule);
+    EXPECT_EQ(before, setting.model.table);
+    EXPECT_EQ(setting.group.pipeline->stats().skipped_updates, 1);
+    EXPECT_EQ(setting.group.pipeline->stats().updates, 0);
+  }
+  for (const UpdateRule& rule : extreme_rules()) {
+    Setting setting(small_spec(2));
+    setting.batches[0].pending = true;
+    setting.run(staleness_one(1), rule);
+    EXPECT_EQ(setting.group.pipeline->stats().updates, 1);
+  }
+}
+
 TEST(Pipeline, LeavesEveryByteWhereOneRankSaysNotPending) {
   for (const int reluctant : {0, 1, 2}) {
     Setting setting(small_spec(3));

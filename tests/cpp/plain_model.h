@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <limits>
 #include <map>
 #include <random>
 #include <set>
@@ -166,7 +168,7 @@ class PlainModel {
 
     cpu::Outcome outcome = cpu::run_naive(problem);
     UpdateOutcome result{std::sqrt(outcome.total), 0, 1};
-    if (!std::isfinite(result.norm) || !batch.pending) return result;
+    if (!std::isfinite(result.norm) || !batch.pending || is_unsound(rule)) return result;
     if (rule.clips && result.norm > rule.max_grad_norm) {
       problem.clip = rule.max_grad_norm / result.norm;
       outcome = cpu::run_naive(problem);
@@ -198,6 +200,14 @@ class PlainModel {
   }
 
  private:
+  // Written down once more, by numbers.
+  static bool is_unsound(const UpdateRule& rule) {
+    const auto unsound = [](float value) { return !std::isfinite(value) || value < 0; };
+    const bool bad_decay = rule.lazy ? unsound(rule.weight_decay) : !std::isfinite(rule.weight_decay);
+    return unsound(rule.learning_rate) || unsound(rule.eps) || unsound(rule.decay) || bad_decay ||
+           (rule.clips && (std::isnan(rule.max_grad_norm) || rule.max_grad_norm < 0));
+  }
+
   bool trains(std::int32_t id) const {
     return id >= 0 && id < rows_ && !(spec_.has_padding_id && id == spec_.padding_id);
   }
@@ -308,6 +318,44 @@ inline UpdateRule plain_rule() {
   rule.decay = 0.9f;
   rule.weight_decay = 0.99f;
   return rule;
+}
+
+// Rules that must not be applied, one for each number.
+inline std::vector<UpdateRule> unsound_rules() {
+  std::vector<UpdateRule> rules;
+  const auto add = [&](bool lazy, float UpdateRule::* number, std::initializer_list<float> values) {
+    for (const float value : values) {
+      UpdateRule rule = plain_rule();
+      rule.lazy = lazy;
+      rule.clips = true;
+      rule.max_grad_norm = 1;
+      rule.*number = value;
+      rules.push_back(rule);
+    }
+  };
+  const float nan = std::nanf("");
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const bool lazy : {false, true}) {
+    for (const auto number : {&UpdateRule::learning_rate, &UpdateRule::eps, &UpdateRule::decay}) {
+      add(lazy, number, {nan, infinity, -infinity, -1e-30f});
+    }
+    add(lazy, &UpdateRule::weight_decay, {nan, infinity, -infinity});
+    add(lazy, &UpdateRule::max_grad_norm, {nan, -1e-30f});
+  }
+  add(true, &UpdateRule::weight_decay, {-1e-30f});
+  return rules;
+}
+
+// Numbers at the edge of what may be applied: a negative factor of weight decay, zeros, no bound.
+inline std::vector<UpdateRule> extreme_rules() {
+  UpdateRule flips = plain_rule();
+  flips.weight_decay = -0.5f;
+  UpdateRule zeros;
+  zeros.learning_rate = zeros.eps = zeros.decay = zeros.weight_decay = -0.0f;
+  UpdateRule unbounded = plain_rule();
+  unbounded.clips = true;
+  unbounded.max_grad_norm = std::numeric_limits<float>::infinity();
+  return {flips, zeros, unbounded};
 }
 
 // A group, the model that it must agree with, and batches for its steps.

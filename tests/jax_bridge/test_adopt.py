@@ -71,6 +71,49 @@ def test_writes_of_torch_are_seen_and_the_memory_outlives_the_tensor():
     del junk
 
 
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda tensor: tensor.untyped_storage().resize_(0),
+        lambda tensor: tensor.resize_(10_000),
+    ],
+    ids=["storage", "tensor"],
+)
+def test_torch_does_not_resize_memory_that_jax_shares(resize):
+    tensor = torch.full((64,), 3.0)
+    first, second = dlpack.adopt(tensor), dlpack.adopt(tensor[16:32])
+    for array in (first, second):  # while one of them is left
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize(tensor.detach())
+        junk = [torch.full((64,), 7.0) for _ in range(200)]
+        assert bytes_of(array) == bytes_of(np.full(array.shape, 3, np.float32))
+        array.delete()
+        gc.collect()
+    resize(tensor)  # as ever again
+    del junk
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda tensor: tensor.share_memory_(),
+        lambda tensor: tensor.set_(torch.zeros(3)),
+        lambda tensor: setattr(tensor, "data", torch.zeros(3)),
+    ],
+    ids=["share_memory_", "set_", "data"],
+)
+def test_a_tensor_that_leaves_its_memory_leaves_it_to_jax(leave):
+    tensor = torch.full((64,), 3.0)
+    array = dlpack.adopt(tensor)
+    leave(tensor)
+    junk = [torch.full((64,), 7.0) for _ in range(200)]
+    assert_same_bits(array, np.full(64, 3, np.float32), "array")
+    assert not dlpack.shares_memory(array, tensor)
+    array.delete()
+    gc.collect()
+    del tensor, junk
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
 def test_empty_tensors_and_scalars_pass(shape):
     tensor = torch.zeros(shape)
