@@ -133,7 +133,14 @@ TEST(PipelineFailure, TellsWhoWaitsForARankThatIsAbsent) {
     EXPECT_FALSE(pipeline.failure());
     const float pin = setting.rank(0).lookup_start(kIds);
     if (!goes_first) pipeline.set_absent(1, "has closed the table");
+    std::thread watchdog([&] {
+      for (int i = 0; i < 5000 && !pipeline.failure(); ++i) {
+        pipeline.check_timeout(Clock::now());
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
     const std::string message = message_of([&] { setting.rank(0).lookup_done(pin); });
+    watchdog.join();
     EXPECT_EQ(message,
               "async_emb 'users' lookup_start of step 1 waits for rank 1 (device 11), which has closed the table");
   }
