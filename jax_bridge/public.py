@@ -3,6 +3,7 @@
 from .batches import with_next
 from .checkpoints import Checkpoints
 from .context import AsyncEmbContextHandle, make_context_handle
+from .dispatching import fast_dispatch
 from .embedding import AsyncEmbedding, TableState
 from .errors import (
     AsyncEmbError,
@@ -70,6 +71,7 @@ __all__ = [
     "close_context",
     "depend",
     "export_checks",
+    "fast_dispatch",
     "initialize",
     "lookup_done",
     "lookup_start",
