@@ -118,7 +118,7 @@ $(NATIVE_TESTS:=/built): $(VENV)/.ready
 	$(CMAKE) --build $(@D) --parallel $(JOBS)
 
 $(NATIVE_TESTS:=/run): %/run: %/built
-	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error --parallel $(JOBS) $(NATIVE_TEST_ARGS)
+	$(CTEST) --test-dir $(@D) --output-on-failure --no-tests=error $(NATIVE_TEST_ARGS)
 
 # The compiled versions stay apart from those of .venv: nothing here touches torch_ext/_C.*.so.
 $(CUDA_VENV)/.ready: constraints.txt

@@ -50,7 +50,7 @@ with train_step(
 
 def rows(options: Options) -> Iterator[Row]:
     runs = {name: _process(text) for name, text in (("ours", _OURS), ("jax", _JAX), ("torch", _TORCH))}
-    times = alternately(runs, 2 if options.quick else 10, warm_up=1)
+    times = alternately(runs, 1 if options.quick else 10, warm_up=0 if options.quick else 1)
     for name, peer in (("jax", "JAX alone"), ("torch", "torch alone")):
         yield Row(
             "from import to the first step",

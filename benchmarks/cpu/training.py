@@ -24,7 +24,7 @@ def rows(options: Options) -> Iterator[Row]:
     ours, theirs = Trained(data, "staleness1"), Trained(data, "plain")
     first, other = ours.epoch(), theirs.epoch()
     assert abs(first - other) < LOSSES_AGREE * other, f"the losses of the first epoch are {first} and {other}"
-    times = alternately({"ours": ours.epoch, "theirs": theirs.epoch}, 2 if options.quick else 50, warm_up=1)
+    times = alternately({"ours": ours.epoch, "theirs": theirs.epoch}, 1 if options.quick else 50, warm_up=0)
     ours.close()
     theirs.close()
     settings = ours.settings
