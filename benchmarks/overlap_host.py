@@ -45,9 +45,9 @@ class Host:
         return None
 
     def start(self) -> dict[str, Any]:
-        from jax_bridge import processes
+        from jax_bridge.processes import starting
 
-        processes.initialize(f"{links.address_of(0)}:{COORDINATOR_PORT}", self.size, self.number, timeout_seconds=60)
+        starting.initialize(f"{links.address_of(0)}:{COORDINATOR_PORT}", self.size, self.number, timeout_seconds=60)
         import jax
         import torch
 

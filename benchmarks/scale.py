@@ -1,11 +1,11 @@
-"""What a step costs as ranks grow, by the model of jax_bridge.traffic: the tables of docs/scale.md.
+"""What a step costs as ranks grow, by the model of jax_bridge.processes.traffic: the tables of docs/scale.md.
 
 python -m benchmarks.scale
 """
 
 from __future__ import annotations
 
-from jax_bridge import traffic
+from jax_bridge.processes import traffic
 
 RANKS = (2, 4, 8, 16, 32, 64, 256, 1024)
 TOKENS_PER_RANK, ITEMSIZE = 4096, 2

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 
 from torch_ext.common.context_key import id_of, key_of
 
-from .axes import AxisNames
-from .checks import Arguments, check, size_warning
-from .corrections import find_corrections
 from .errors import ContextWarning, raise_problems
 from .mesh import replica_groups, token_blocks
+from .validation.axes import AxisNames
+from .validation.checks import Arguments, check, size_warning
+from .validation.corrections import find_corrections
 
 IdPolicy = Literal["error", "drop", "clamp"]
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from torch_ext.common.batches import pad_width as pad_width
 
-from .axes import AxisNames, communicator_problems, mesh_problems, read_axes
 from .errors import raise_problems
-from .mesh_outline import MeshOutline
+from .validation.axes import AxisNames, communicator_problems, mesh_problems, read_axes
+from .validation.mesh_outline import MeshOutline
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -1,7 +1,5 @@
 """The public names of ``jax_bridge``, which has them from here."""
 
-from .batches import with_next
-from .checkpoints import Checkpoints
 from .context import AsyncEmbContextHandle, make_context_handle
 from .dispatching import fast_dispatch
 from .embedding import AsyncEmbedding, TableState
@@ -30,7 +28,7 @@ from .ops import (
 )
 from .optimizers import RowOptimizer, RowwiseAdagrad
 from .order import depend, mark
-from .processes import initialize
+from .processes.starting import initialize
 from .runtime import (
     TimelineEvent,
     abort_context,
@@ -41,9 +39,11 @@ from .runtime import (
     stats,
     stop_timeline,
 )
-from .snapshots import Snapshot
-from .step_program import StepProgram, StepState
-from .train import TrainStep, train_step
+from .saving.checkpoints import Checkpoints
+from .saving.snapshots import Snapshot
+from .steps.batches import with_next
+from .steps.step_program import StepProgram, StepState
+from .steps.train import TrainStep, train_step
 
 __all__ = [
     "AsyncEmbContextHandle",

@@ -18,8 +18,8 @@ from torch_ext.common.ids import id_error
 from .context import AsyncEmbContextHandle
 from .errors import ContextError, FailedContextError, IdError, PipelineError
 from .placing import spans_processes
-from .timeouts import timeout_seconds as timeout_seconds  # meetings ask here
-from .topology import processes_of
+from .processes.timeouts import timeout_seconds as timeout_seconds  # meetings ask here
+from .processes.topology import processes_of
 
 AFTER_A_FAILURE = (
     "Every call of this context fails until it is closed and opened again (close_context and open_context; of the "
@@ -259,6 +259,6 @@ def _local_gpus(handle: AsyncEmbContextHandle) -> dict[int, int]:
 
 def _meet(handle: AsyncEmbContextHandle, gpus: dict[int, int]) -> list[Any]:
     """Agrees with the other processes of the mesh about the handle. What leads to them, for each of its groups."""
-    from .meeting import meet
+    from .processes.meeting import meet
 
     return meet(handle, timeout_seconds(), gpus)

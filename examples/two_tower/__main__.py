@@ -152,11 +152,11 @@ def join_job(devices: int) -> None:
     Comes before everything else."""
     global job
     use_host_devices(devices)
-    from jax_bridge import processes
     from jax_bridge.errors import ContextError
+    from jax_bridge.processes import starting
 
     try:
-        joined = processes.initialize()
+        joined = starting.initialize()
     except ContextError as error:
         _exit_with(str(error))
     job = Job(joined.process_id, joined.num_processes, devices)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch_ext.common.table_rules import is_integer
 
-from ..checks import Arguments, Checked, check, size_warning
 from ..errors import Problem
 from ..optimizers import RowwiseAdagrad
-from ..table_checks import TableArguments, own_problems, staleness_problem
+from ..validation.checks import Arguments, Checked, check, size_warning
+from ..validation.table_checks import TableArguments, own_problems, staleness_problem
 from .document import Document
 from .job_file import Finding, Job, TableSettings, read_job
 from .toml_positions import Path

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch_ext.common.table_rules import as_number, is_integer
 
-from ..checks import Arguments, check, nearest_of
-from ..corrections import find_corrections
-from ..table_checks import own_problems
+from ..validation.checks import Arguments, check, nearest_of
+from ..validation.corrections import find_corrections
+from ..validation.table_checks import own_problems
 from .checking import CheckedJob, check_job, handle_arguments, path_of, table_arguments
 from .document import Document
 from .edits import Edit, apply, as_toml

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch_ext.common.table_rules import is_integer
 
-from ..checks import nearest_of
 from ..errors import Problem, show
-from ..mesh_outline import MeshOutline
 from ..optimizers import RowwiseAdagrad
+from ..validation.checks import nearest_of
+from ..validation.mesh_outline import MeshOutline
 from .document import Document
 from .toml_positions import Path
 

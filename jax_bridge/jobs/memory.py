@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .. import traffic
-from ..checks import Checked, check
 from ..mesh import replica_groups
+from ..processes import traffic
+from ..validation.checks import Checked, check
 from .checking import CheckedJob, handle_arguments
 from .job_file import Job, TableSettings
 

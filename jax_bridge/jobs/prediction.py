@@ -1,17 +1,17 @@
 """How long a job's lookups and updates take, and how much of that a step waits for: a model, not a measurement.
 
-Links follow Hockney's model (`jax_bridge.traffic`, docs/scale.md). What a process does in its own memory takes its
-bytes over the memory's bandwidth. With staleness 1 an update runs from the begin of the dense part on, and a lookup
-when the forward and the update are over; what ends before the backward does is hidden (docs/step.md).
+Links follow Hockney's model (`jax_bridge.processes.traffic`, docs/scale.md). What a process does in its own memory
+takes its bytes over the memory's bandwidth. With staleness 1 an update runs from the begin of the dense part on, and
+a lookup when the forward and the update are over; what ends before the backward does is hidden (docs/step.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from .. import traffic
-from ..checks import check
 from ..mesh import replica_groups
+from ..processes import traffic
+from ..validation.checks import check
 from .checking import CheckedJob, handle_arguments
 from .job_file import Job, TableSettings
 

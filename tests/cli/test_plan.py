@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jax_bridge import traffic
+from jax_bridge.processes import traffic
 
 from .test_check import BROKEN, JOBS
 

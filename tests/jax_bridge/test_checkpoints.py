@@ -205,7 +205,7 @@ def test_damage_to_any_file_is_named_and_the_run_goes_on_from_what_it_has(saved,
 
 
 def test_a_description_of_an_array_that_was_altered_is_refused_or_changes_nothing(copied):
-    from jax_bridge import checkpoint_files
+    from jax_bridge.saving import checkpoint_files
 
     checkpoint = copied / str(AT)
     entry = json.loads((checkpoint / "manifest.json").read_text())["tree"]["tables"]["users"]["weights"]
@@ -312,7 +312,7 @@ def test_a_state_that_is_not_the_last_is_not_saved(step, tmp_path):
 
 
 def test_a_disk_that_is_full_is_said_and_leaves_what_is_there(step, tmp_path, monkeypatch):
-    from jax_bridge import checkpoint_files
+    from jax_bridge.saving import checkpoint_files
 
     checkpoints = Checkpoints(tmp_path, step)
     state, _ = step(training.start(step), BATCHES[0], BATCHES[1])

@@ -66,7 +66,9 @@ def test_every_call_of_the_program_runs_and_gives_the_same_bits(handle):
     step = a_step(handle)
     with_effects = run(jax.jit(step, donate_argnums=(0, 1)), ids)
     without = run(jax.jit(fast_dispatch(step), donate_argnums=(0, 1)), ids)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32)), with_effects, without)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32)), with_effects, without
+    )
 
 
 def test_the_compiled_text_is_the_same_but_for_the_effects(handle):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import torch_ext
-from jax_bridge import ContextError, coordination, meeting, runtime
-from jax_bridge.timeouts import Patience
+from jax_bridge import ContextError, runtime
+from jax_bridge.processes import coordination, meeting
+from jax_bridge.processes.timeouts import Patience
 from torch_ext import nccl, process_groups
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jax_bridge import ContextError, make_context_handle
-from jax_bridge.nodes import node_sizes
+from jax_bridge.validation.nodes import node_sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ def test_the_list_of_names_is_sorted_and_whole():
     assert jax_bridge.__all__ == public.__all__
 
 
-@pytest.mark.parametrize("name", ["runtime", "traffic", "reference", "errors"])
+@pytest.mark.parametrize("name", ["runtime", "processes", "reference", "errors"])
 def test_a_module_is_there_without_being_imported_by_name(name):
     assert getattr(jax_bridge, name) is importlib.import_module(f"jax_bridge.{name}")
 

@@ -10,7 +10,7 @@ import pytest
 
 from jax_bridge import PipelineError, RowwiseAdagrad, train_step, with_next
 from jax_bridge.runtime import native
-from jax_bridge.steps_in_flight import STEPS_IN_FLIGHT
+from jax_bridge.steps.steps_in_flight import STEPS_IN_FLIGHT
 
 from . import _training as training
 from ._programs import mesh_of

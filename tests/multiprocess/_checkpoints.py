@@ -24,7 +24,7 @@ def _prepared(number: int, size: int, port: int, directory: str, **options: Any)
 
 def _when(what: str, then: Callable[[], None]) -> None:
     """Calls ``then`` when a save comes to the point ``what``."""
-    from jax_bridge import checkpoint_files
+    from jax_bridge.saving import checkpoint_files
 
     if what == "arrays":
         write = checkpoint_files._write_array
@@ -78,7 +78,7 @@ def exits_during_a_save(number: int, size: int, port: int, directory: str) -> No
 
 def faults(number: int, size: int, port: int, directory: str) -> Any:
     """What becomes of calls in which process 1 does something else, fails, or dies."""
-    from jax_bridge import checkpoint_files
+    from jax_bridge.saving import checkpoint_files
 
     step, checkpoints, state = _prepared(number, size, port, directory)
     results = {}
@@ -110,8 +110,8 @@ def faults(number: int, size: int, port: int, directory: str) -> Any:
 
 def agreements(number: int, size: int, port: int) -> Any:
     """Calls to which one process comes alone, leaves, or has been before it was replaced."""
-    from jax_bridge import coordination
-    from jax_bridge.agreement import Agreement
+    from jax_bridge.processes import coordination
+    from jax_bridge.processes.agreement import Agreement
     from tests.jax_bridge import _training as training
 
     handle = training.make_tables(join(number, size, port))["users"].smallest_handle()

@@ -35,9 +35,9 @@ def run(function: str, arguments: dict[str, Any], environment: dict[str, str], d
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
-    processes.shutdown(timeout_seconds=3)
+    starting.shutdown(timeout_seconds=3)
     os._exit(0)
 
 

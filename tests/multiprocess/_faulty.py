@@ -60,7 +60,7 @@ def cut_links(coordinator_port: int) -> int:
 
 def report(work: Callable[[], None], close: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """What a process has to say about the end of its work, and about closing."""
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
     told: dict[str, Any] = {"type": None, "text": "", "notes": [], "at": 0.0}
     try:
@@ -75,15 +75,15 @@ def report(work: Callable[[], None], close: Callable[[], None] = lambda: None) -
     with contextlib.suppress(Exception):
         close()
     told["closed_at"] = clock()
-    processes.shutdown()
+    starting.shutdown()
     told["ended_at"] = clock()
     return told
 
 
 def join(number: int, size: int, port: int) -> Any:
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
-    processes.initialize(f"127.0.0.1:{port}", size, number, timeout_seconds=60)
+    starting.initialize(f"127.0.0.1:{port}", size, number, timeout_seconds=60)
     return jax.sharding.Mesh(np.array(jax.devices()), ("table",))
 
 
@@ -200,7 +200,8 @@ class OwnStep:
         return placing.fetch(self.table)
 
     def run(self, steps: int, before: Callable[[int, str], None] = lambda step, call: None) -> None:
-        from jax_bridge import runtime, survivors
+        from jax_bridge import runtime
+        from jax_bridge.processes import survivors
 
         try:
             for step in range(1, steps + 1):
@@ -216,7 +217,7 @@ class OwnStep:
 
 def own_step(number: int, size: int, port: int, fault: str, point: str, victim: int) -> Any:
     import jax_bridge as ae
-    from jax_bridge import survivors
+    from jax_bridge.processes import survivors
 
     mesh = join(number, size, port)
     step = OwnStep(mesh, changed=point if fault == "configuration" and number == victim else "")
@@ -355,7 +356,7 @@ def exits(number: int, size: int, port: int, point: str) -> None:
 
 def late(number: int, size: int, port: int, seconds: float) -> Any:
     """Process 1 comes to the third step's lookup_done so much later than the others."""
-    from jax_bridge import survivors
+    from jax_bridge.processes import survivors
 
     def before(step: int, call: str) -> None:
         if number == 1 and (step, call) == (3, "lookup wait"):

@@ -44,7 +44,8 @@ def use(transports: list[Any]) -> list[int | None]:
 def meetings(number: int, size: int, port: int) -> Any:
     """Two processes of two devices: everything that two may meet about."""
     mesh = join(number, size, port)
-    from jax_bridge import coordination, meeting, placing, runtime, topology
+    from jax_bridge import placing, runtime
+    from jax_bridge.processes import coordination, meeting, topology
 
     results: dict[str, Any] = {}
     grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "table"))
@@ -103,7 +104,7 @@ def meetings(number: int, size: int, port: int) -> Any:
 def three_meet(number: int, size: int, port: int) -> Any:
     """Three processes of one device: who is missing, who stands at another board, who has died."""
     join(number, size, port, heartbeat_timeout_seconds=4)
-    from jax_bridge import meeting
+    from jax_bridge.processes import meeting
 
     results: dict[str, Any] = {"all": use(meeting.meet(handle_of("all", emb_width=12, tokens_per_batch=12), 30))}
     shape = {"emb_width": 12, "tokens_per_batch": 12}
@@ -134,7 +135,7 @@ def three_meet(number: int, size: int, port: int) -> Any:
 def replaced(number: int, size: int, port: int, newcomer: bool = False) -> Any:
     """Process 1 is killed in a context, another one takes its place, and the context opens again."""
     join(number, size, port, rejoin=newcomer, heartbeat_timeout_seconds=10)
-    from jax_bridge import meeting
+    from jax_bridge.processes import meeting
 
     handle = handle_of("again")
     if newcomer:

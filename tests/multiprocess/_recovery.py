@@ -37,7 +37,8 @@ def finish(step: Any, state: Any) -> str:
 
 def replaced(number: int, size: int, port: int, directory: str, rejoin: bool = False) -> dict[str, Any]:
     """Process 1 dies; one that takes its place goes on with the survivors, from a checkpoint and from a snapshot."""
-    from jax_bridge import Checkpoints, FailedContextError, survivors
+    from jax_bridge import Checkpoints, FailedContextError
+    from jax_bridge.processes import survivors
     from tests.jax_bridge import _training as training
 
     mesh = join(number, size, port, timeout_seconds=60, rejoin=rejoin)

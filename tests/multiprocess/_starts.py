@@ -12,21 +12,21 @@ from tests.multiprocess._children import outcome
 def from_environment(number: int, size: int, port: int) -> Any:
     import jax
 
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
-    job = processes.initialize(timeout_seconds=40)
-    again = processes.initialize(timeout_seconds=40)
-    other = outcome(lambda: processes.initialize("127.0.0.1:9", 7, 3))
+    job = starting.initialize(timeout_seconds=40)
+    again = starting.initialize(timeout_seconds=40)
+    other = outcome(lambda: starting.initialize("127.0.0.1:9", 7, 3))
     return [job.process_id, job.num_processes, job == again, jax.process_index(), jax.device_count(), other]
 
 
 def refused_starts(number: int, size: int, port: int) -> Any:
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
     def within(environment: dict[str, str], *arguments: Any) -> dict[str, Any]:
         os.environ.update(environment)
         try:
-            return outcome(lambda: processes.initialize(*arguments, timeout_seconds=1))
+            return outcome(lambda: starting.initialize(*arguments, timeout_seconds=1))
         finally:
             for name in environment:
                 del os.environ[name]
@@ -50,6 +50,6 @@ def refused_starts(number: int, size: int, port: int) -> Any:
 
 
 def different_sizes(number: int, size: int, port: int) -> Any:
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
-    return outcome(lambda: processes.initialize(f"127.0.0.1:{port}", size + number, number, timeout_seconds=20))
+    return outcome(lambda: starting.initialize(f"127.0.0.1:{port}", size + number, number, timeout_seconds=20))

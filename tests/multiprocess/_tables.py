@@ -12,9 +12,9 @@ import numpy as np
 
 def join(number: int, size: int, port: int, **options: Any) -> Any:
     """Joins the job; a mesh over the devices of all its processes."""
-    from jax_bridge import processes
+    from jax_bridge.processes import starting
 
-    processes.initialize(f"127.0.0.1:{port}", size, number, **options)
+    starting.initialize(f"127.0.0.1:{port}", size, number, **options)
     return jax.sharding.Mesh(np.array(jax.devices()), ("table",))
 
 

@@ -19,7 +19,8 @@ from tests.multiprocess import _children
 RESULT = "RESULT "
 # Processes are copies of one that has imported everything, which takes seconds, and has started nothing.
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch_ext.process_groups", "jax_bridge.processes", "tests.multiprocess._children"])
+_PRELOADED = ["torch_ext.process_groups", "jax_bridge.processes.starting", "tests.multiprocess._children"]
+_SERVER.set_forkserver_preload(_PRELOADED)
 
 
 class Job:

@@ -35,11 +35,12 @@ def soak(number: int, size: int, port: int, seconds: float, steps: int, kinds_of
     each compiles programs that XLA keeps; time counts from when all have been compiled."""
     import optax
 
-    from jax_bridge import AsyncEmbedding, RowwiseAdagrad, processes, train_step
+    from jax_bridge import AsyncEmbedding, RowwiseAdagrad, train_step
+    from jax_bridge.processes import starting
 
     from . import _children, _faulty
 
-    processes.initialize(f"127.0.0.1:{port}", size, number)
+    starting.initialize(f"127.0.0.1:{port}", size, number)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("table",))
     shapes = np.random.default_rng(5)
     kinds = [

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_bridge import traffic
+from jax_bridge.processes import traffic
 from tests.jax_bridge import _fifty_steps as fifty
 from tests.jax_bridge import _training as training
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from . import runtime
-from .context import AsyncEmbContextHandle
-from .embedding import AsyncEmbedding
+from .. import runtime
+from ..context import AsyncEmbContextHandle
+from ..embedding import AsyncEmbedding
 from .step_failures import StepFailures
 from .step_program import Programs
 from .waiting import wait_until_ready

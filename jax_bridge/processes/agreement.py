@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
+from ..context import AsyncEmbContextHandle
+from ..errors import CheckpointError, ContextError
 from . import coordination, leaving
-from .context import AsyncEmbContextHandle
-from .errors import CheckpointError, ContextError
 from .gathering import Absence, Gathering, name_of
 from .timeouts import Patience
 from .topology import describe_processes, processes_of

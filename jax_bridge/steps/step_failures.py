@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from . import runtime, survivors
-from .context import AsyncEmbContextHandle
-from .embedding import AsyncEmbedding
-from .errors import FailedContextError
-from .placing import spans_processes
-from .topology import processes_of
+from .. import runtime
+from ..context import AsyncEmbContextHandle
+from ..embedding import AsyncEmbedding
+from ..errors import FailedContextError
+from ..placing import spans_processes
+from ..processes import survivors
+from ..processes.topology import processes_of
 
 
 class StepFailures:

@@ -19,11 +19,11 @@ from torch_ext.common.table_rules import (
     size_problem,
 )
 
+from ..errors import Problem, raise_problems, show
+from ..optimizers import RowOptimizer
 from .axes import is_mesh, mesh_shape, read_axes
 from .checks import Arguments, check
 from .corrections import find_corrections
-from .errors import Problem, raise_problems, show
-from .optimizers import RowOptimizer
 
 # Arguments of make_context_handle too. The others of that are worked out from what AsyncEmbedding is given.
 _SHARED = ("table_axis", "data_axis", "name", "dtype", "id_policy", "padding_id", "num_unique")

@@ -18,14 +18,15 @@ import numpy as np
 
 from torch_ext.common.table_rules import is_integer
 
+from .. import runtime
+from ..errors import AsyncEmbError, CheckpointError, ContextError, Problem, raise_problems, show
+from ..placing import fetch
+from ..processes.agreement import Agreement
+from ..steps.step_program import StepState
+from ..steps.train import TrainStep
 from . import checkpoint_files as files
-from . import runtime, snapshots
-from .agreement import Agreement
-from .errors import AsyncEmbError, CheckpointError, ContextError, Problem, raise_problems, show
-from .placing import fetch
+from . import snapshots
 from .snapshot_checks import problems_of
-from .step_program import StepState
-from .train import TrainStep
 
 
 class Checkpoints:

@@ -24,9 +24,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..context import AsyncEmbContextHandle
+from ..errors import ContextError
 from . import coordination, leaving
-from .context import AsyncEmbContextHandle
-from .errors import ContextError
 from .timeouts import Patience
 from .topology import describe_processes
 

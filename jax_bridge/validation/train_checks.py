@@ -10,8 +10,8 @@ import jax
 
 from torch_ext.common.table_rules import is_integer
 
-from .embedding import AsyncEmbedding
-from .errors import PipelineError, Problem, raise_problems, show
+from ..embedding import AsyncEmbedding
+from ..errors import PipelineError, Problem, raise_problems, show
 from .table_checks import staleness_problem
 
 

@@ -6,7 +6,7 @@ import functools
 
 from jax.sharding import Mesh
 
-from .context import AsyncEmbContextHandle
+from ..context import AsyncEmbContextHandle
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed, xla_bridge
 
-from .errors import ContextError
+from ..errors import ContextError
 from .timeouts import timeout_seconds
 
 _MOMENT_SECONDS = 0.5

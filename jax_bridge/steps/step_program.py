@@ -28,10 +28,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from . import global_ops as ops
-from .context import AsyncEmbContextHandle
-from .embedding import AsyncEmbedding, TableState
-from .errors import ContextError
+from .. import global_ops as ops
+from ..context import AsyncEmbContextHandle
+from ..embedding import AsyncEmbedding, TableState
+from ..errors import ContextError
 
 Rows = dict[str, Any]
 LossFunction = Callable[[Any, Rows, Any], Any]

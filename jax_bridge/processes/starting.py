@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from ..errors import ContextError
 from . import coordination
-from .errors import ContextError
 from .leaving import come_back, shutdown
 from .meeting import meet
 from .timeouts import bound_collectives

@@ -24,6 +24,7 @@ from torch_ext.common.table_rules import (
     read_dtype,
 )
 
+from ..errors import Problem, show
 from .axes import (
     AxisReading,
     communicator_problems,
@@ -31,7 +32,6 @@ from .axes import (
     mesh_shape,
     read_axes,
 )
-from .errors import Problem, show
 from .nodes import node_sizes, processes_in_order, split_process
 
 _LIMITS = {"tokens_per_batch": MAX_TOKENS, "emb_width": MAX_WIDTH, "num_unique": MAX_TOKENS}

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .context import AsyncEmbContextHandle
-from .embedding import AsyncEmbedding, TableState, with_dtype
-from .global_ops import token_spec
-from .placing import fetch, put, spans_processes
-from .runtime import is_open, native, open_context
+from ..context import AsyncEmbContextHandle
+from ..embedding import AsyncEmbedding, TableState, with_dtype
+from ..global_ops import token_spec
+from ..placing import fetch, put, spans_processes
+from ..runtime import is_open, native, open_context
 
 
 class StagedUpdate(TypedDict):

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import jax
 
+from ..errors import ContextError
 from . import coordination
-from .errors import ContextError
 from .timeouts import Patience
 
 _BOARD = "async_emb/left"

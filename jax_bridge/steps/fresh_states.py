@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import global_ops
-from .embedding import AsyncEmbedding, TableState
-from .placing import put, spans_processes
+from .. import global_ops
+from ..embedding import AsyncEmbedding, TableState
+from ..placing import put, spans_processes
 from .step_program import StepState
 
 

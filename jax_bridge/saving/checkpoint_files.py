@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .agreement import Agreement
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from ..processes.agreement import Agreement
 
 FORMAT = "async_emb checkpoint"
 VERSION = 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from . import runtime
-from .context import AsyncEmbContextHandle
-from .errors import PipelineError
+from .. import runtime
+from ..context import AsyncEmbContextHandle
+from ..errors import PipelineError
 
 # By context: the step whose work is under way there.
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

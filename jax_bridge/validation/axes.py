@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from .errors import Problem, show
+from ..errors import Problem, show
 from .mesh_outline import MeshOutline
 
 if TYPE_CHECKING:

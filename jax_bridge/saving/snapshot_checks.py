@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .embedding import AsyncEmbedding
-from .errors import Problem, raise_problems, show
-from .optimizers import state_shape
+from ..embedding import AsyncEmbedding
+from ..errors import Problem, raise_problems, show
+from ..optimizers import state_shape
 
 Tables = Mapping[str, AsyncEmbedding]
 _PARTS = {

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 
 from torch_ext.common.batches import with_next as with_next
 
-from . import global_ops
-from .embedding import AsyncEmbedding
-from .errors import ContextError, PipelineError
-from .placing import put
+from .. import global_ops
+from ..embedding import AsyncEmbedding
+from ..errors import ContextError, PipelineError
+from ..placing import put
 
 Tables = Mapping[str, AsyncEmbedding]
 Ids = dict[str, Any]

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from . import coordination, leaving, runtime
-from .context import AsyncEmbContextHandle
-from .errors import ContextError, FailedContextError
+from .. import runtime
+from ..context import AsyncEmbContextHandle
+from ..errors import ContextError, FailedContextError
+from . import coordination, leaving
 from .topology import describe_processes, processes_of
 
 # How long those who have failed wait for the others to say so too: failures reach them within a moment of each other.

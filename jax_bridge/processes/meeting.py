@@ -17,9 +17,9 @@ import jax
 
 from torch_ext.common.context_key import differences
 
+from ..context import AsyncEmbContextHandle
+from ..errors import ContextError, Problem, raise_problems
 from . import coordination
-from .context import AsyncEmbContextHandle
-from .errors import ContextError, Problem, raise_problems
 from .gathering import Absence, Gathering, name_of
 from .timeouts import Patience
 from .topology import describe_processes, group_processes, processes_of
@@ -72,7 +72,7 @@ def versions() -> dict[str, str | None]:
 
 def configuration(handle: AsyncEmbContextHandle) -> dict[str, Any]:
     """Everything that must agree between processes, by the name under which a difference is reported."""
-    from .runtime import timeout_seconds  # which opens contexts, and so imports this
+    from ..runtime import timeout_seconds  # which opens contexts, and so imports this
 
     agreed = {**versions(), "protocol": PROTOCOL, "ASYNC_EMB_TIMEOUT_SECONDS": timeout_seconds()}
     return {**json.loads(handle.key()), **agreed}

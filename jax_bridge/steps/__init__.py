@@ -1,0 +1,1 @@
+"""Training steps: the traced program, and the host's side of it."""
