@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +90,10 @@ def _tiny(options: Options) -> Iterator[Row]:
     table = Table("tiny", "uniform", **TINY)
     x = jnp.ones((TINY["tokens"], TINY["width"]))
     pair, add = table.pair(), jax.jit(lambda x: x + 1)
-    torch_gather = _torch_gather(table)
+    has_peer = importlib.util.find_spec("wrap_torch2jax") is not None
+    if not has_peer:
+        print("  without wrap-torch2jax, which is not installed", file=sys.stderr)
+    torch_gather = _torch_gather(table) if has_peer else table.look_up
     table.require_rows(table.look_up())
     table.require_rows(pair(x)[0])
     table.require_rows(torch_gather())
@@ -106,7 +111,10 @@ def _tiny(options: Options) -> Iterator[Row]:
     setting = "{tokens} ids, {rows} × {width} fp32".format(**TINY)
     same = "rows bit for bit"
     yield Row("one native call", setting, "a jnp add", times["call"], times["add"], same, within(8.0))
-    yield Row("one native call", setting, "wrap-torch2jax, the same gather", times["call"], times["torch2jax"], same)
+    if has_peer:
+        yield Row(
+            "one native call", setting, "wrap-torch2jax, the same gather", times["call"], times["torch2jax"], same
+        )
     yield Row("a start/done pair", setting, "a jnp add", times["pair"], times["add"], same, within(40.0))
 
 

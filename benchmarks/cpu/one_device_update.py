@@ -127,6 +127,29 @@ class FbgemmUpdate:
         return weights.detach().numpy(), state.detach().numpy()
 
 
+class TorchUpdate:
+    """``torch.nn.Embedding`` with sparse gradients, and ``torch.optim.Adagrad``: one accumulator for each weight, which is
+    another rule. The mean of a row's accumulators is the row-wise one."""
+
+    def __init__(self, rows: int, width: int, batches: Sequence[np.ndarray], grads: np.ndarray) -> None:
+        self._embedding = torch.nn.Embedding(rows, width, sparse=True)
+        torch.nn.init.zeros_(self._embedding.weight)
+        self._optimizer = torch.optim.Adagrad(self._embedding.parameters(), lr=LEARNING_RATE, eps=EPS)
+        self._grads = torch.from_numpy(grads)
+        self._ids = itertools.cycle([torch.from_numpy(batch).long() for batch in batches])
+
+    def look_up(self) -> None:
+        self._rows = self._embedding(next(self._ids))
+
+    def update(self) -> None:
+        self._optimizer.zero_grad()
+        self._rows.backward(self._grads)
+        self._optimizer.step()
+
+    def result(self) -> tuple[None, np.ndarray]:
+        return None, self._optimizer.state[self._embedding.weight]["sum"].mean(1).numpy()
+
+
 class JaxUpdate:
     """The same rule in jax.numpy, jitted, with the table donated."""
 
