@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_ext.common.errors import ContextError, IdError, Problem, raise_problems, show
 from torch_ext.common.row_optimizers import RowwiseAdagrad
+from torch_ext.common.table_arguments import CommonTableArguments
 from torch_ext.common.table_rules import (
     MAX_TOKENS,
     is_integer,
@@ -23,19 +24,10 @@ from torch_ext.common.table_rules import (
 from torch_ext.ranks import Ranks, ThreadRanks
 
 
-@dataclasses.dataclass(frozen=True)
-class TableArguments:
-    """What a table was made with, unchecked; see ``AsyncEmbedding``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableArguments(CommonTableArguments):
+    """What a table was made with; see ``AsyncEmbedding``."""
 
-    rows: Any
-    width: Any
-    name: Any
-    optimizer: Any
-    dtype: Any
-    init: Any
-    id_policy: Any
-    padding_id: Any
-    num_unique: Any
     ranks: Any
     purpose: Any = "train"
 

@@ -128,8 +128,10 @@ class FbgemmUpdate:
 
 
 class TorchUpdate:
-    """``torch.nn.Embedding`` with sparse gradients, and ``torch.optim.Adagrad``: another rule, of one accumulator for each
-    weight. The mean of a row's accumulators is the row-wise one."""
+    """``torch.nn.Embedding`` with sparse gradients, and ``torch.optim.Adagrad``.
+
+    Another rule, of one accumulator for each weight; the mean of a row's accumulators is the row-wise one.
+    """
 
     def __init__(self, rows: int, width: int, batches: Sequence[np.ndarray], grads: np.ndarray) -> None:
         self._embedding = torch.nn.Embedding(rows, width, sparse=True)

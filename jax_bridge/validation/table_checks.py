@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_ext.common.batches import pad_width
+from torch_ext.common.table_arguments import CommonTableArguments
 from torch_ext.common.table_rules import (
     MAX_WIDTH,
     as_number,
@@ -29,22 +30,13 @@ from .corrections import find_corrections
 _SHARED = ("table_axis", "data_axis", "name", "dtype", "id_policy", "padding_id", "num_unique")
 
 
-@dataclasses.dataclass(frozen=True)
-class TableArguments:
-    """What ``AsyncEmbedding`` was called with, unchecked; ``num_unique`` may be None, ``data_axis`` may not."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableArguments(CommonTableArguments):
+    """What ``AsyncEmbedding`` was called with; ``num_unique`` may be None, ``data_axis`` may not."""
 
     mesh: Any
     table_axis: Any
     data_axis: Any
-    rows: Any
-    width: Any
-    name: Any
-    optimizer: Any
-    dtype: Any
-    init: Any
-    id_policy: Any
-    padding_id: Any
-    num_unique: Any
 
 
 def check_table(arguments: TableArguments) -> np.dtype[Any]:
