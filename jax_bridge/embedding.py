@@ -21,8 +21,8 @@ from .errors import ContextError, ContextWarning, PipelineError
 from .ffi import TransformationError
 from .optimizers import RowOptimizer
 from .placing import fetch, put
-from .steps.token_ids import as_int32, as_integers, require_in_table
 from .table_contexts import TableContexts
+from .token_ids import as_int32, as_integers, require_in_table
 from .validation.table_checks import TableArguments, check_table, ranks_of
 
 Initializer = Callable[[Any, tuple[int, int]], Any]

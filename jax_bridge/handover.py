@@ -26,7 +26,7 @@ import numpy as np
 
 from .embedding import AsyncEmbedding, TableState
 from .errors import ContextError, Problem, raise_problems, show
-from .saving.snapshots import Snapshot
+from .steps.snapshots import Snapshot
 
 if TYPE_CHECKING:
     from torch_ext.plain_embedding import Embedding  # torch comes in with the first call that needs it

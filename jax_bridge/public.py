@@ -40,8 +40,8 @@ from .runtime import (
     stop_timeline,
 )
 from .saving.checkpoints import Checkpoints
-from .saving.snapshots import Snapshot
 from .steps.batches import with_next
+from .steps.snapshots import Snapshot
 from .steps.step_program import StepProgram, StepState
 from .steps.train import TrainStep, train_step
 

@@ -1,1 +1,1 @@
-"""States of a training step outside of it: snapshots in memory and checkpoints in files."""
+"""Checkpoints: states of a training step in a directory of files."""

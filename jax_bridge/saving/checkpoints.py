@@ -22,11 +22,11 @@ from .. import runtime
 from ..errors import AsyncEmbError, CheckpointError, ContextError, Problem, raise_problems, show
 from ..placing import fetch
 from ..processes.agreement import Agreement
+from ..steps import snapshots
+from ..steps.snapshot_checks import problems_of
 from ..steps.step_program import StepState
 from ..steps.train import TrainStep
 from . import checkpoint_files as files
-from . import snapshots
-from .snapshot_checks import problems_of
 
 
 class Checkpoints:

@@ -1,1 +1,1 @@
-"""Training steps: the traced program, and the host's side of it."""
+"""Training steps: the traced program, the host's side of it, and states of it in memory."""

@@ -15,16 +15,15 @@ from .. import loans, runtime
 from ..context import AsyncEmbContextHandle
 from ..embedding import AsyncEmbedding, TableState
 from ..errors import AsyncEmbError, ContextWarning, FailedContextError, IdError, PipelineError
-from ..saving import snapshots
-from ..saving.snapshot_checks import validate
-from ..saving.snapshots import Snapshot
+from ..token_ids import as_int32
 from ..validation.train_checks import check_arguments, lost_update, require_last, require_usable
-from . import batches, ownership
+from . import batches, ownership, snapshots
 from .fresh_states import FreshStates
+from .snapshot_checks import validate
+from .snapshots import Snapshot
 from .step_failures import StepFailures
 from .step_program import Compiled, LossFunction, Programs, StepProgram, StepState
 from .steps_in_flight import StepsInFlight
-from .token_ids import as_int32
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 

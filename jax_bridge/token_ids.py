@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_ext.common.ids import advice_on_ids, require_in_table
 
-from ..errors import IdError
+from .errors import IdError
 
 __all__ = ["advice_on_ids", "as_int32", "as_integers", "require_in_table"]
 
