@@ -266,6 +266,13 @@ def opened(handle: AsyncEmbContextHandle) -> Iterator[AsyncEmbContextHandle]:
         runtime.close_context(handle)
 
 
+def _let_a_few_run(results: Sequence[Any]) -> None:
+    """Waits for the step four before the next one: with 32 under way on a device, XLA:CPU may stop for ever."""
+    if len(results) >= 4:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised again where the result is read
+            jax.block_until_ready(results[-4])
+
+
 def run(
     handle: AsyncEmbContextHandle,
     start: Start,
@@ -284,6 +291,7 @@ def run(
     if staleness == 0:
         gate = steps.gate()
         for k, batch in enumerate(put):
+            _let_a_few_run(results)
             arrays, result = steps.exact_step(arrays, batch, numbers_of(rule, first_step + k), gate)
             results.append(result)
         rows, *updates = (list(column) for column in zip(*results, strict=True))
@@ -291,6 +299,7 @@ def run(
         arrays, pin = steps.begin(arrays, put[0][0], steps.gate())
         for k, batch in enumerate(put):
             upcoming = put[min(k + 1, len(put) - 1)][0]
+            _let_a_few_run(results)
             arrays, result, pin = steps.stale_step(
                 arrays, batch, upcoming, numbers_of(rule, first_step + max(k - 1, 0)), pin
             )
