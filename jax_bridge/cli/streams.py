@@ -51,6 +51,11 @@ def writing_to_the_end() -> Iterator[None]:
         # Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _end(str(error))
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # nobody can be told, but the status stays: Python replaces it where its own flush fails
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def write_bytes(content: bytes) -> None:

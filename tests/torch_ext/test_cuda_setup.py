@@ -51,7 +51,8 @@ class Record:
     def __init__(self, folder: Path) -> None:
         commands = [path.read_text().splitlines() for path in folder.iterdir()]
         self.compiled = {os.path.relpath(c[c.index("-c") + 1], ".."): c for c in commands if "-c" in c}
-        self.linked = [command for command in commands if "-c" not in command]
+        # The library that a build makes first, to see whether the compiler works, comes from a source at once.
+        self.linked = [c for c in commands if "-c" not in c and any(argument.endswith(".o") for argument in c)]
         self.text = str(commands)
 
     def of(self, source: str) -> list[str]:
