@@ -104,7 +104,7 @@ def _tiny(options: Options) -> Iterator[Row]:
             "add": lambda: add(x).block_until_ready(),
             "torch2jax": torch_gather,
         },
-        200 if options.quick else 2000,
+        100 if options.quick else 2000,
         warm_up=20,
     )
     table.close()

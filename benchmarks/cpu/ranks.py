@@ -172,7 +172,7 @@ def _update(kind: str, options: Options) -> Row:
         a, b = (np.asarray(x[key]).astype(np.float32) for x in (ours, other))
         assert np.allclose(a, b, rtol=tolerance, atol=tolerance), f"{key} differs by up to {np.abs(a - b).max()}"
     times = alternately(
-        {"ours": run_ours, "theirs": run_theirs}, 5 if options.quick else 50, warm_up=1, before={"ours": prepare}
+        {"ours": run_ours, "theirs": run_theirs}, 3 if options.quick else 50, warm_up=1, before={"ours": prepare}
     )
     ae.check(handle)
     ae.close_context(handle)

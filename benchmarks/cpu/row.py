@@ -22,7 +22,7 @@ class Options:
 
     @property
     def repetitions(self) -> int:
-        return 10 if self.quick else 50
+        return 5 if self.quick else 50
 
 
 @dataclasses.dataclass(frozen=True)
